@@ -1,1 +1,51 @@
-"""x."""
+"""A paged-KV continuous-batching engine: tokens in, tokens out.
+
+Public names are loaded when first touched, so that a process which only needs the text side or
+the parameter types never pays for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenfleet.engine.config import EngineConfig as EngineConfig
+    from tokenfleet.engine.core import CoreEvent as CoreEvent
+    from tokenfleet.engine.core import EngineCore as EngineCore
+    from tokenfleet.engine.core import EngineRequest as EngineRequest
+    from tokenfleet.engine.engine import Engine as Engine
+    from tokenfleet.engine.errors import CheckpointError as CheckpointError
+    from tokenfleet.engine.errors import ConfigError as ConfigError
+    from tokenfleet.engine.errors import EngineError as EngineError
+    from tokenfleet.engine.errors import InvalidRequest as InvalidRequest
+    from tokenfleet.engine.errors import InvariantBroken as InvariantBroken
+    from tokenfleet.engine.errors import UnsupportedModel as UnsupportedModel
+    from tokenfleet.engine.sampling_params import SamplingParams as SamplingParams
+    from tokenfleet.engine.stats import StepStats as StepStats
+
+_ROOMS = {
+    "config": ("EngineConfig",),
+    "core": ("CoreEvent", "EngineCore"),
+    "request": ("EngineRequest",),
+    "engine": ("Engine", "Output", "Choice", "OutputEvent"),
+    "errors": (
+        "CheckpointError",
+        "ConfigError",
+        "EngineError",
+        "InvalidRequest",
+        "InvariantBroken",
+        "UnsupportedModel",
+    ),
+    "sampling_params": ("SamplingParams",),
+    "stats": ("StepStats",),
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+
+__all__ = sorted(_ROOM_OF)  # noqa: PLE0605 - one table says where each name lives
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_ROOM_OF[name]}"), name)

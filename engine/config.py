@@ -1,0 +1,92 @@
+"""What an engine is started with; a config that exists is in range.
+
+Whether it fits the model and the machine is decided where those are known (execution/memory.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenfleet.engine.errors import ConfigError
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+QUANTIZATIONS = (None, "int8", "fp8")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine.
+
+    Raises:
+        ConfigError: a value out of range, naming it and the way out.
+    """
+
+    model: str | Path
+    """Directory with config.json, safetensors and tokenizer."""
+    max_num_seqs: int = 64
+    """Slots: sequences that run at once. More raises throughput and the memory of a step."""
+    max_num_batched_tokens: int = 512
+    """Token budget of one step. Larger: prompts are done sooner, running streams wait longer."""
+    max_chunk_tokens: int | None = None
+    """Longest piece of one prompt in a step; None = the whole budget. Smaller: several prompts
+    share a step and a huge one cannot take all of it."""
+    block_size: int | None = None
+    """Tokens per KV block, a power of two; None = 16 on CUDA, 32 on the CPU."""
+    num_blocks: int | None = None
+    """Usable KV blocks (the null block not counted); None = from memory."""
+    max_model_len: int | None = None
+    """Longest prompt plus output; None = what the model was made for."""
+    prefix_cache: bool = True
+    """Keep finished blocks for prompts that begin alike."""
+    gpu_memory_fraction: float = 0.9
+    """Share of the card's memory this process may use; on a CPU, half of it is the bound."""
+    enforce_eager: bool = False
+    """No CUDA graphs and no compiled pieces."""
+    dtype: str = "auto"
+    """auto = the checkpoint's on CUDA, the fastest measured one on a CPU."""
+    device: str = "auto"
+    quantization: str | None = None
+    """None, "int8" (CPU) or "fp8" (CUDA)."""
+    overlap: bool = True
+    """Schedule the next step while the device runs this one (CUDA only)."""
+    seed: int | None = None
+    """Source of the seeds of requests that bring none; None = random."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", Path(self.model))
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            _positive(name, getattr(self, name))
+        for name in ("max_chunk_tokens", "num_blocks", "max_model_len"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        _check_block_size(self.block_size)
+        if not 0.0 < self.gpu_memory_fraction <= 1.0:
+            raise ConfigError(
+                f"gpu_memory_fraction must be above 0 and at most 1, got {self.gpu_memory_fraction}"
+            )
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("device", self.device, DEVICES)
+        _one_of("quantization", self.quantization, QUANTIZATIONS)
+
+
+def _positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+
+
+def _check_block_size(size: int | None) -> None:
+    if size is None:
+        return
+    _positive("block_size", size)
+    if size & (size - 1):
+        below = 1 << (size.bit_length() - 1)
+        raise ConfigError(
+            f"block_size must be a power of two, got {size}; use {below} or {2 * below}"
+        )
+
+
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {allowed}, got {value!r}")

@@ -1,0 +1,47 @@
+"""What the engine refuses, as types.
+
+    EngineError
+    |- ConfigError        a setting of EngineConfig is out of range, or the device is not there
+    |- UnsupportedModel   an architecture, or a field that changes the maths, that is not implemented
+    |- CheckpointError    a file or tensor is missing, short, of the wrong shape, or left over
+    |- InvalidRequest     one request cannot be run; `code` is stable, the message is for people
+    `- InvariantBroken    audit() found the engine's own bookkeeping wrong: a bug, never a user's fault
+
+Every message names the thing, the value and the way out.
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of everything the engine raises on purpose."""
+
+
+class ConfigError(EngineError):
+    """A setting is out of range or does not fit this machine."""
+
+
+class UnsupportedModel(EngineError):
+    """The checkpoint asks for arithmetic that this engine does not implement."""
+
+
+class CheckpointError(EngineError):
+    """A checkpoint's files and tensors are not what its config promises."""
+
+
+class InvalidRequest(EngineError):
+    """One request is refused; the engine and all other requests go on.
+
+    Args:
+        code: stable word for programs (`empty_prompt`, `prompt_too_long`, `token_out_of_range`,
+            `invalid_parameter`, `never_fits`, `duplicate_id`, `unsupported`).
+        message: sentence for people: the value, and the way out.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class InvariantBroken(EngineError):
+    """The engine's bookkeeping contradicts itself."""

@@ -1,0 +1,172 @@
+"""How one request is to be sampled.
+
+A SamplingParams that exists is valid: whatever is out of range is refused when it is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from tokenfleet.engine.errors import InvalidRequest
+
+MAX_N = 128
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are argmax: dividing by them overflows before it sharpens further."""
+
+STRUCTURED_KINDS = ("json", "regex", "choice", "grammar")
+
+
+def _no_bias() -> Mapping[int, float]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling parameters, in the order in which they act.
+
+    Raises:
+        InvalidRequest: code `invalid_parameter`, naming field, value and range.
+    """
+
+    max_tokens: int | None = 16
+    """Output tokens at most; None = as many as max_model_len leaves room for; 0 = none."""
+    min_tokens: int = 0
+    """EOS, stop ids and stop strings cannot end the output before this many tokens."""
+    temperature: float = 1.0
+    """0 (or anything under 1e-5) picks the most likely token."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this; 0 keeps the best one."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 and -1 mean all."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely relative to the most likely one."""
+    seed: int | None = None
+    """Same seed, same request: same tokens, whatever else runs. None draws one at random."""
+    n: int = 1
+    """Samples of the one prompt; each is a choice, numbered from 0."""
+    stop: Sequence[str] = ()
+    """Strings that end the output where they first appear in its visible text."""
+    stop_token_ids: Sequence[int] = ()
+    """Tokens that end the output, like EOS."""
+    ignore_eos: bool = False
+    """Go on past the model's own EOS tokens; stop_token_ids still count."""
+    include_stop: bool = False
+    """Leave the stop string that matched at the end of the text."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token already in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted per occurrence in the output."""
+    repetition_penalty: float = 1.0
+    """Divides positive (multiplies negative) logits of tokens in prompt or output."""
+    logit_bias: Mapping[int, float] = field(default_factory=_no_bias)
+    """Added to the logits of these token ids."""
+    logprobs: int | None = None
+    """Report this many best tokens per position beside the chosen one; 0 = only the chosen."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's own tokens."""
+    logprobs_mode: str = "raw"
+    """`raw`: the model's distribution; `processed`: after penalties, temperature and filters."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text (never out of token_ids)."""
+    structured_outputs: Mapping[str, Any] | None = None
+    """Exactly one of {"json": schema}, {"regex": ...}, {"choice": [...]}, {"grammar": ebnf}."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", _as_stops(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+        _check_lengths(self)
+        _check_distribution(self)
+        _check_stops(self)
+        _check_reports(self)
+        _check_structured(self.structured_outputs)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def penalised(self) -> bool:
+        """Whether any penalty needs the counts of earlier tokens."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+
+def _as_stops(stop: Sequence[str]) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _refuse(name: str, value: object, want: str) -> InvalidRequest:
+    return InvalidRequest("invalid_parameter", f"{name} must be {want}, got {value!r}")
+
+
+def _check_int(name: str, value: object, low: int, high: int | None, want: str) -> None:
+    good = isinstance(value, int) and not isinstance(value, bool)
+    if not good or value < low or (high is not None and value > high):  # type: ignore[operator]
+        raise _refuse(name, value, want)
+
+
+def _check_float(name: str, value: object, low: float, high: float, want: str) -> None:
+    good = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not good or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type,operator]
+        raise _refuse(name, value, want)
+
+
+def _check_lengths(p: SamplingParams) -> None:
+    if p.max_tokens is not None:
+        _check_int("max_tokens", p.max_tokens, 0, None, "an integer of at least 0, or None")
+    _check_int("min_tokens", p.min_tokens, 0, None, "an integer of at least 0")
+    if p.max_tokens is not None and p.min_tokens > p.max_tokens:
+        raise _refuse("min_tokens", p.min_tokens, f"at most max_tokens ({p.max_tokens})")
+    _check_int("n", p.n, 1, MAX_N, f"an integer from 1 to {MAX_N}")
+    if p.seed is not None:
+        _check_int("seed", p.seed, -(2**63), 2**64 - 1, "an integer of at most 64 bits, or None")
+
+
+def _check_distribution(p: SamplingParams) -> None:
+    _check_float("temperature", p.temperature, 0.0, 1e6, "a finite number of at least 0")
+    _check_float("top_p", p.top_p, 0.0, 1.0, "from 0 to 1")
+    _check_int("top_k", p.top_k, -1, None, "-1 or 0 (off), or at least 1")
+    _check_float("min_p", p.min_p, 0.0, 1.0, "from 0 to 1")
+    _check_float("presence_penalty", p.presence_penalty, -2.0, 2.0, "from -2 to 2")
+    _check_float("frequency_penalty", p.frequency_penalty, -2.0, 2.0, "from -2 to 2")
+    _check_float("repetition_penalty", p.repetition_penalty, 1e-6, 1e6, "above 0 and finite")
+    for token, bias in p.logit_bias.items():
+        _check_int("a key of logit_bias", token, 0, None, "a token id")
+        _check_float(f"logit_bias[{token}]", bias, -1e9, 1e9, "a finite number")
+
+
+def _check_stops(p: SamplingParams) -> None:
+    if len(p.stop) > MAX_STOPS:
+        raise _refuse("stop", f"{len(p.stop)} strings", f"at most {MAX_STOPS} strings")
+    for text in p.stop:
+        if not isinstance(text, str) or not text:
+            raise _refuse("each of stop", text, "a string that is not empty")
+    for token in p.stop_token_ids:
+        _check_int("each of stop_token_ids", token, 0, None, "a token id")
+
+
+def _check_reports(p: SamplingParams) -> None:
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(p, name)
+        if value is not None:
+            _check_int(name, value, 0, MAX_LOGPROBS, f"None, or from 0 to {MAX_LOGPROBS}")
+    if p.logprobs_mode not in ("raw", "processed"):
+        raise _refuse("logprobs_mode", p.logprobs_mode, '"raw" or "processed"')
+
+
+def _check_structured(wanted: Mapping[str, Any] | None) -> None:
+    if wanted is None:
+        return
+    if not isinstance(wanted, Mapping) or len(wanted) != 1 or next(iter(wanted)) not in STRUCTURED_KINDS:
+        raise _refuse("structured_outputs", wanted, f"a mapping with one of {STRUCTURED_KINDS}")
