@@ -1,1 +1,1 @@
-"""x."""
+"""The arithmetic of a forward pass: one file an operation, its torch reference inside."""

@@ -1,0 +1,150 @@
+"""Attention of one step's query tokens over the paged KV cache: decodes and chunks together.
+
+A position at or beyond a sequence's `kv_len` is never read into a result, whatever garbage (NaN
+included) its block holds: blocks are handed out without being cleared.
+
+    q [T, Hq, D]    pool.k, pool.v [num_blocks, Hkv, block_size, D]    ->    [T, Hq, D]
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KVPool:
+    """One layer's KV blocks. Head-major inside a block, so a (block, head) tile is contiguous.
+
+    Block 0 is the null block: padding of block tables points at it, nobody owns it.
+    """
+
+    k: Tensor  # [num_blocks, num_kv_heads, block_size, head_dim]
+    v: Tensor  # the same shape and dtype
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[2]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """One step's tokens, sequence after sequence; the `num_decodes` first ones have one token each.
+
+    Sequence s owns the query rows query_starts[s] : query_starts[s + 1]; they are the last ones of
+    its kv_lens[s] tokens. A padding row has kv_len 0 and slot -1.
+    """
+
+    query_starts: Tensor  # int32 [S + 1]
+    kv_lens: Tensor  # int32 [S]: tokens in the cache after this step's writes
+    block_tables: Tensor  # int32 [S, M], padded with 0 (the null block)
+    slots: Tensor  # int64 [T]: block * block_size + offset of a token's K and V; -1 writes nothing
+    positions: Tensor  # int64 [T]: a token's position in its sequence (rotary embedding)
+    num_decodes: int
+    max_query_len: int
+    max_kv_len: int
+
+    @property
+    def num_sequences(self) -> int:
+        return self.kv_lens.shape[0]
+
+
+def paged_attention(
+    q: Tensor,
+    pool: KVPool,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention; softmax in fp32, result in q's dtype.
+
+    scale: factor on q k^T. window w: a token sees the last w tokens, itself included.
+    softcap c: scores become c tanh(score / c). sinks [Hq]: a further logit per head that takes
+    part in the softmax and has no value. Hq is a multiple of Hkv; query head h reads KV head
+    h // (Hq / Hkv). A sequence with kv_len 0 gives zeros.
+    """
+    return reference(q, pool, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
+
+
+def reference(
+    q: Tensor,
+    pool: KVPool,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The specification: gather and attend, all decodes at once, then chunk by chunk."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    decodes = batch.num_decodes
+    if decodes:
+        out[:decodes] = _attend(
+            q[:decodes, None],
+            _gather(pool.k, batch.block_tables[:decodes], batch.max_kv_len),
+            _gather(pool.v, batch.block_tables[:decodes], batch.max_kv_len),
+            batch.kv_lens[:decodes],
+            scale, window, softcap, sinks,
+        )[:, 0]  # fmt: skip
+    starts = batch.query_starts[decodes:].tolist()
+    for i, (start, end) in enumerate(itertools.pairwise(starts)):
+        s = decodes + i
+        kv_len = int(batch.kv_lens[s])
+        out[start:end] = _attend(
+            q[None, start:end],
+            _gather(pool.k, batch.block_tables[s : s + 1], kv_len),
+            _gather(pool.v, batch.block_tables[s : s + 1], kv_len),
+            batch.kv_lens[s : s + 1],
+            scale, window, softcap, sinks,
+        )[0]  # fmt: skip
+    return out
+
+
+def _gather(blocks: Tensor, tables: Tensor, length: int) -> Tensor:
+    """[num_blocks, H, B, D] through [S, M] -> [S, H, length rounded up to blocks, D]."""
+    _, heads, block_size, dim = blocks.shape
+    used = -(-length // block_size)
+    tiles = blocks[tables[:, :used].long()]  # [S, used, H, B, D]
+    return tiles.transpose(1, 2).reshape(tables.shape[0], heads, used * block_size, dim)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_lens: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """q [S, Q, Hq, D], the last Q tokens, over k, v [S, Hkv, L, D] -> [S, Q, Hq, D]."""
+    S, Q, Hq, D = q.shape
+    Hkv, L = k.shape[1], k.shape[2]
+    column = torch.arange(L, device=q.device)
+    row = kv_lens[:, None].long() - Q + torch.arange(Q, device=q.device)  # [S, Q] query positions
+    visible = column <= row[..., None]  # [S, Q, L]
+    if window is not None:
+        visible &= column > row[..., None] - window
+    stored = column < kv_lens[:, None]  # [S, L]
+    k = k.float().masked_fill(~stored[:, None, :, None], 0.0)
+    v = v.float().masked_fill(~stored[:, None, :, None], 0.0)
+
+    grouped = q.float().view(S, Q, Hkv, Hq // Hkv, D).permute(0, 2, 3, 1, 4)  # [S, Hkv, G, Q, D]
+    scores = grouped @ k[:, :, None].transpose(-1, -2) * scale  # [S, Hkv, G, Q, L]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
+    if sinks is not None:
+        sink = sinks.float().view(1, Hkv, Hq // Hkv, 1, 1).expand(S, -1, -1, Q, 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :L]
+    weights = weights.masked_fill(
+        ~visible[:, None, None], 0.0
+    )  # a row that sees nothing gives zeros
+    return (weights @ v[:, :, None]).permute(0, 3, 1, 2, 4).reshape(S, Q, Hq, D).to(q.dtype)

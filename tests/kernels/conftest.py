@@ -1,0 +1,139 @@
+"""What every kernel test shares: an oracle in float64 loops, and batches over a poisoned pool."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from tokenfleet.kernels import backend as backend_module
+from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool
+
+
+class Oracle:
+    """Every operation again, one number at a time in float64; shares no code with the kernels."""
+
+    @staticmethod
+    def attention(q, keys, values, kv_len, *, scale, window=None, softcap=None, sinks=None):
+        """q [Q, Hq, D]: the last Q tokens; keys, values [L, Hkv, D] with L >= kv_len."""
+        num_queries, num_heads, dim = q.shape
+        group = num_heads // keys.shape[1]
+        out = np.zeros((num_queries, num_heads, dim))
+        for i in range(num_queries):
+            position = kv_len - num_queries + i
+            first = 0 if window is None else max(0, position - window + 1)
+            for head in range(num_heads):
+                k = keys[first : position + 1, head // group]
+                v = values[first : position + 1, head // group]
+                scores = (scale * (k @ q[i, head])).tolist()
+                if softcap is not None:
+                    scores = [softcap * math.tanh(score / softcap) for score in scores]
+                logits = scores + ([sinks[head]] if sinks is not None else [])
+                top = max(logits)
+                total = math.fsum(math.exp(x - top) for x in logits)
+                for score, row in zip(scores, v, strict=True):
+                    out[i, head] += math.exp(score - top) / total * row
+        return out
+
+    @staticmethod
+    def rotate(x, positions, cos_sin, interleaved):
+        """x [T, H, D], one position a token."""
+        out = x.copy()
+        half = cos_sin.shape[1] // 2
+        for i in range(half):
+            a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+            cos, sin = cos_sin[positions, i][:, None], cos_sin[positions, half + i][:, None]
+            out[..., a] = x[..., a] * cos - x[..., b] * sin
+            out[..., b] = x[..., b] * cos + x[..., a] * sin
+        return out
+
+    @staticmethod
+    def rms_norm(x, weight, eps, offset):
+        return np.stack(
+            [r / math.sqrt(math.fsum(r * r) / len(r) + eps) * (weight + offset) for r in x]
+        )
+
+    @staticmethod
+    def silu(x):
+        return x / (1.0 + math.exp(-x))
+
+    @staticmethod
+    def gelu_tanh(x):
+        return 0.5 * x * (1.0 + math.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+
+
+@dataclass
+class Paged:
+    """A batch over a pool in which all that no sequence has stored is NaN."""
+
+    pool: KVPool
+    batch: AttentionBatch
+    keys: list[torch.Tensor]  # per sequence [kv_len, Hkv, D], in the pool's dtype
+    values: list[torch.Tensor]
+    query_lens: list[int]
+    owned: torch.Tensor  # bool [num_blocks, block_size]: positions that a sequence has stored
+
+
+@pytest.fixture
+def oracle() -> type[Oracle]:
+    return Oracle
+
+
+@pytest.fixture
+def make_paged() -> Callable[..., Paged]:
+    def make(
+        query_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        *,
+        kv_heads: int = 3,
+        dim: int = 64,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> Paged:
+        rng = torch.Generator().manual_seed(seed)
+        needed = [-(-n // block_size) for n in kv_lens]
+        num_blocks = 2 * sum(needed) + 5  # the null block, and as many strangers as owned ones
+        shape = (num_blocks, kv_heads, block_size, dim)
+        k, v = torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
+        owned = torch.zeros(num_blocks, block_size, dtype=torch.bool)
+        free = (1 + torch.randperm(num_blocks - 1, generator=rng)).tolist()
+        tables = torch.zeros(len(kv_lens), max([*needed, 1]) + 2, dtype=torch.int32)
+        keys, values, slots, positions = [], [], [], []
+        for s, (query_len, kv_len) in enumerate(zip(query_lens, kv_lens, strict=True)):
+            mine = torch.tensor([free.pop() for _ in range(needed[s])], dtype=torch.int64)
+            tables[s, : needed[s]] = mine.int()
+            at = torch.arange(kv_len)
+            block, offset = mine[at // block_size], at % block_size
+            keys.append(torch.randn(kv_len, kv_heads, dim, generator=rng).to(dtype))
+            values.append(torch.randn(kv_len, kv_heads, dim, generator=rng).to(dtype))
+            k[block, :, offset], v[block, :, offset] = keys[-1], values[-1]
+            owned[block, offset] = True
+            slots.append((block * block_size + offset)[kv_len - query_len :])
+            positions.append(at[kv_len - query_len :])
+        decodes = 0
+        while decodes < len(query_lens) and query_lens[decodes] == 1:
+            decodes += 1
+        starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+        batch = AttentionBatch(
+            query_starts=starts,
+            kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
+            block_tables=tables,
+            slots=torch.cat(slots),
+            positions=torch.cat(positions),
+            num_decodes=decodes,
+            max_query_len=max(query_lens),
+            max_kv_len=max(kv_lens),
+        )
+        return Paged(KVPool(k, v), batch, keys, values, list(query_lens), owned)
+
+    return make
+
+
+@pytest.fixture(params=["reference"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every conformance test runs once per implementation."""
+    with backend_module.using(request.param) as name:
+        assert name == request.param
+        yield name

@@ -1,0 +1,114 @@
+"""Paged attention against the float64 oracle, over pools whose unowned positions are NaN."""
+
+import numpy as np
+import pytest
+import torch
+from tokenfleet.kernels.paged_attention import KVPool, paged_attention
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+MIXED = ([1, 1, 1, 1, 5, 63, 1, 17], [1, 63, 123, 1000, 5, 123, 40, 200])
+VARIANTS = {
+    "plain": {},
+    "window": {"window": 16},
+    "window of one": {"window": 1},
+    "softcap": {"softcap": 5.0},
+    "sinks": {"sinks": True},
+    "all": {"window": 50, "softcap": 20.0, "sinks": True},
+}
+
+
+def check(paged, oracle, *, heads, q_dtype, sinks=False, rtol=None, **options):
+    """Compare one call with the oracle, sequence by sequence."""
+    rng = torch.Generator().manual_seed(7)
+    dim = paged.pool.k.shape[-1]
+    q = torch.randn(sum(paged.query_lens), heads, dim, generator=rng).to(q_dtype)
+    logits = torch.randn(heads, generator=rng) if sinks else None
+    before = paged.pool.k.clone(), paged.pool.v.clone()
+    out = paged_attention(q, paged.pool, paged.batch, scale=dim**-0.5, sinks=logits, **options)
+    assert out.shape == q.shape
+    assert out.dtype == q_dtype
+    assert torch.equal(paged.pool.k.nan_to_num(9e4), before[0].nan_to_num(9e4))
+    assert torch.equal(paged.pool.v.nan_to_num(9e4), before[1].nan_to_num(9e4))
+    start = 0
+    for s, query_len in enumerate(paged.query_lens):
+        expected = oracle.attention(
+            q[start : start + query_len].double().numpy(),
+            paged.keys[s].double().numpy(),
+            paged.values[s].double().numpy(),
+            len(paged.keys[s]),
+            scale=dim**-0.5,
+            sinks=logits.double().numpy() if sinks else None,
+            **options,
+        )
+        got = out[start : start + query_len].double().numpy()
+        tolerance = max(TOLERANCE[q_dtype], TOLERANCE[paged.pool.k.dtype] if rtol is None else rtol)
+        np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
+        start += query_len
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_mixed_batch_equals_the_oracle(make_paged, oracle, variant):
+    paged = make_paged(*MIXED)
+    check(paged, oracle, heads=9, q_dtype=torch.float32, **VARIANTS[variant])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (9, 3), (8, 1), (14, 2), (32, 2)])
+def test_any_ratio_of_query_to_kv_heads(make_paged, oracle, heads, kv_heads):
+    paged = make_paged([1, 1, 7], [33, 1, 30], kv_heads=kv_heads, dim=32)
+    check(paged, oracle, heads=heads, q_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dim", [8, 20, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("block_size", [1, 8, 16, 32, 24])
+def test_any_head_dim_and_block_size(make_paged, oracle, dim, block_size):
+    paged = make_paged([1, 1, 3], [50, 24, 65], kv_heads=2, dim=dim, block_size=block_size)
+    check(paged, oracle, heads=4, q_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("q_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_pair_of_query_and_kv_dtype(make_paged, oracle, q_dtype, kv_dtype):
+    paged = make_paged([1, 1, 1, 19], [1, 63, 300, 123], dtype=kv_dtype)
+    # the oracle reads the rounded KV too, so only the query's own rounding is left
+    check(paged, oracle, heads=9, q_dtype=q_dtype, rtol=TOLERANCE[q_dtype])
+
+
+@pytest.mark.parametrize("length", [1, 63, 123, 1000])
+def test_one_decode_alone_at_odd_lengths(make_paged, oracle, length):
+    check(make_paged([1], [length]), oracle, heads=9, q_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("length", [1, 63, 123])
+def test_one_whole_prompt_alone_at_odd_lengths(make_paged, oracle, length):
+    check(make_paged([length], [length], dim=16), oracle, heads=3, q_dtype=torch.float32)
+
+
+def test_padding_row_with_no_tokens_gives_zeros_and_reads_no_block(make_paged):
+    paged = make_paged([1, 1, 1], [20, 0, 3])
+    out = paged_attention(torch.randn(3, 9, 64), paged.pool, paged.batch, scale=0.125)
+    assert torch.equal(out[1], torch.zeros(9, 64))
+    assert out.isfinite().all()
+
+
+def test_a_sequence_does_not_depend_on_its_neighbours(make_paged):
+    paged = make_paged([1, 1, 1, 1], [100, 100, 7, 641])
+    q = torch.randn(4, 9, 64)
+    together = paged_attention(q, paged.pool, paged.batch, scale=0.125)
+    scrambled = KVPool(paged.pool.k.clone(), paged.pool.v.clone())
+    for s in (0, 2, 3):
+        blocks = paged.batch.block_tables[s].unique().long()
+        scrambled.k[blocks], scrambled.v[blocks] = 3.0, -3.0
+    again = paged_attention(q, scrambled, paged.batch, scale=0.125)
+    assert torch.equal(together[1], again[1])
+    assert not torch.equal(together[3], again[3])
+
+
+def test_query_rows_may_be_a_view_into_a_fused_projection(make_paged):
+    paged = make_paged([1, 1, 5], [10, 70, 9])
+    fused = torch.randn(7, 9 * 64 + 100)
+    view = fused[:, : 9 * 64].view(7, 9, 64)
+    strided = paged_attention(view, paged.pool, paged.batch, scale=0.125)
+    packed = paged_attention(view.contiguous(), paged.pool, paged.batch, scale=0.125)
+    assert torch.equal(strided, packed)
