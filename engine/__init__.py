@@ -42,7 +42,7 @@ _ROOMS = {
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
-__all__ = sorted(_ROOM_OF)  # noqa: PLE0605 - one table says where each name lives
+__all__ = sorted(_ROOM_OF)
 
 
 def __getattr__(name: str) -> Any:

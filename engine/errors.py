@@ -2,10 +2,11 @@
 
     EngineError
     |- ConfigError        a setting of EngineConfig is out of range, or the device is not there
-    |- UnsupportedModel   an architecture, or a field that changes the maths, that is not implemented
+    |- UnsupportedModel   an architecture or a field that this engine does not implement
     |- CheckpointError    a file or tensor is missing, short, of the wrong shape, or left over
     |- InvalidRequest     one request cannot be run; `code` is stable, the message is for people
-    `- InvariantBroken    audit() found the engine's own bookkeeping wrong: a bug, never a user's fault
+    `- InvariantBroken    audit() found the engine's own bookkeeping wrong: a bug, never a user's
+    fault
 
 Every message names the thing, the value and the way out.
 """

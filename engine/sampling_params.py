@@ -168,5 +168,9 @@ def _check_reports(p: SamplingParams) -> None:
 def _check_structured(wanted: Mapping[str, Any] | None) -> None:
     if wanted is None:
         return
-    if not isinstance(wanted, Mapping) or len(wanted) != 1 or next(iter(wanted)) not in STRUCTURED_KINDS:
+    if (
+        not isinstance(wanted, Mapping)
+        or len(wanted) != 1
+        or next(iter(wanted)) not in STRUCTURED_KINDS
+    ):
         raise _refuse("structured_outputs", wanted, f"a mapping with one of {STRUCTURED_KINDS}")

@@ -1,0 +1,44 @@
+"""What the scheduler decided for one step; read by the batch builder, changed by nobody."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tokenfleet.engine.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """`count` tokens of one sequence, from position `start`."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool
+    """Whether its last token's logits give the next token."""
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step's work."""
+
+    decodes: list[Chunk] = field(default_factory=list)
+    """Chunks of exactly one token; they come first in the batch."""
+    chunks: list[Chunk] = field(default_factory=list)
+    """Longer ones."""
+    admitted: list[Sequence] = field(default_factory=list)
+    """Got a slot in this step: the batch copies tokens, table and parameters into its row."""
+    grown: list[tuple[Sequence, int]] = field(default_factory=list)
+    """Block table changed from this index on."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """(from, to) blocks to copy before the forward pass; all are read before any is written."""
+    preempted: list[Sequence] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.num_tokens)
+
+    @property
+    def work(self) -> list[Chunk]:
+        """All chunks in batch order."""
+        return self.decodes + self.chunks

@@ -1,0 +1,377 @@
+"""Decides what one step computes. One token budget, no phases.
+
+Every sequence is (tokens computed, tokens known), and a step gives each `min(missing, budget left,
+chunk)`. Decode, chunked prefill, a prefix hit, resumption and a further sample of the same prompt
+are all this one rule. Running sequences come first, the ones that miss a single token before all,
+so a decode never waits for a prompt; then waiting ones, in order, while budget, slots and blocks
+last.
+
+When blocks run out, the running sequence that is last in order is preempted: its blocks go back and
+it waits again, at its old place. Nothing is admitted in a step that preempted, and an admission
+leaves one block for each running sequence, so two sequences do not evict each other in turn. The
+first in order is never preempted for another, which is why everyone ends.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+from tokenfleet.engine.errors import InvalidRequest, InvariantBroken
+from tokenfleet.engine.scheduling.block_pool import BlockPool
+from tokenfleet.engine.scheduling.plan import Chunk, StepPlan
+from tokenfleet.engine.scheduling.prefix_cache import PrefixCache, token_key
+from tokenfleet.engine.scheduling.sequence import Sequence, SequenceState
+from tokenfleet.engine.scheduling.waiting import WaitingQueue
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a step may take."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    max_chunk_tokens: int | None = None
+
+    @property
+    def long_prompt(self) -> int:
+        """A prompt that misses more than this leaves half of the budget to others that wait."""
+        return 4 * self.max_num_batched_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    """What a waiting sequence need not compute."""
+
+    blocks: list[int]
+    tokens: int
+    committed: int
+    node: int
+
+
+class Scheduler:
+    """Owns the sequences' states, slots and block tables.
+
+    Calls follow each other as: add*, schedule, (the step runs), complete, finish*.
+    """
+
+    def __init__(self, limits: Limits, pool: BlockPool, cache: PrefixCache | None) -> None:
+        self.limits = limits
+        self.pool = pool
+        self.cache = cache
+        self.running: list[Sequence] = []
+        self.waiting = WaitingQueue()
+        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._limbo: set[Sequence] = set()
+        self._blocked: tuple[Sequence, int] | None = None
+        self.cache_queries = 0
+        self.cache_hits = 0
+        self.preemptions = 0
+
+    # -- arrivals and ends -----------------------------------------------------------------
+
+    def check_fits(self, max_len: int) -> None:
+        """Refuse a sequence that could never run to its end.
+
+        Raises:
+            InvalidRequest: `never_fits`.
+        """
+        needed = self._blocks_for(max_len)
+        if needed > self.pool.num_blocks:
+            raise InvalidRequest(
+                "never_fits",
+                f"{max_len} tokens (prompt plus max_tokens) need {needed} KV blocks and the engine "
+                f"has {self.pool.num_blocks}; lower max_tokens or start it with more num_blocks",
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait; HELD behind its parent until that one's prompt is computed."""
+        parent = sequence.parent
+        if parent is not None and self._must_hold(sequence, parent):
+            self.waiting.hold(sequence, parent)
+        else:
+            self.waiting.push(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """End a sequence at any stage. Its blocks return once no step in flight writes to them."""
+        if sequence.state is SequenceState.FINISHED:
+            return
+        was = sequence.state
+        sequence.move(SequenceState.FINISHED)
+        if was is SequenceState.RUNNING:
+            self.running.remove(sequence)
+            self._let_go(sequence)
+        else:
+            self.waiting.ended(was)
+        self.waiting.release(sequence)
+
+    def complete(self, plan: StepPlan) -> None:
+        """The step's result is here: its tokens were appended and its KV is written."""
+        for chunk in plan.work:
+            sequence = chunk.sequence
+            if chunk.samples:
+                sequence.in_flight -= 1
+            if sequence in self._limbo:
+                self._settle(sequence)
+            elif sequence.state is SequenceState.RUNNING:
+                sequence.num_done = chunk.start + chunk.count
+                self._commit(sequence, chunk.start + chunk.count)
+                if sequence.children and sequence.num_done >= sequence.num_prompt:
+                    self.waiting.release(sequence)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that neither a running nor a waiting sequence will take."""
+        waiting = self.waiting.num_waiting + self.waiting.num_held
+        return self.limits.max_num_seqs - len(self.running) - waiting
+
+    # -- one step --------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """Choose the work of the next step, and account for it as if it were done."""
+        plan = StepPlan()
+        left = self._plan_running(plan, self.limits.max_num_batched_tokens)
+        if not plan.preempted:
+            self._admit(plan, left)
+        return plan
+
+    def _plan_running(self, plan: StepPlan, left: int) -> int:
+        catching_up = []
+        for sequence in self.running[:]:
+            if sequence.state is not SequenceState.RUNNING:
+                continue
+            if sequence.num_missing == 1:
+                left -= self._plan(plan, sequence, min(1, left))
+            elif sequence.num_missing > 1:
+                catching_up.append(sequence)
+        for sequence in catching_up:
+            if sequence.state is SequenceState.RUNNING and left:
+                left -= self._plan(plan, sequence, self._share(sequence, left))
+        return left
+
+    def _admit(self, plan: StepPlan, left: int) -> None:
+        while left and self._free_slots:
+            sequence = self.waiting.first()
+            if sequence is None or self._still_blocked(sequence):
+                return
+            prefix = self._known_prefix(sequence)
+            if not self._leaves_room(sequence, prefix.blocks):
+                self._blocked = (sequence, self.pool.num_free)
+                return
+            self.waiting.pop_first()
+            self._start(sequence, prefix)
+            plan.admitted.append(sequence)
+            left -= self._plan(plan, sequence, self._share(sequence, left))
+
+    def _plan(self, plan: StepPlan, sequence: Sequence, tokens: int) -> int:
+        """Add up to `tokens` of a sequence; 0 when it had to give its blocks up instead."""
+        if tokens <= 0 or not self._make_room(plan, sequence, sequence.num_computed + tokens):
+            return 0
+        samples = sequence.num_computed + tokens == sequence.num_known
+        chunk = Chunk(sequence, sequence.num_computed, tokens, samples)
+        (plan.decodes if tokens == 1 else plan.chunks).append(chunk)
+        sequence.num_computed += tokens
+        sequence.in_flight += samples
+        plan.num_tokens += tokens
+        return tokens
+
+    def _share(self, sequence: Sequence, left: int) -> int:
+        limits = self.limits
+        allowed = min(left, limits.max_chunk_tokens or left)
+        others = len(self.running) > 1 or self.waiting.num_waiting
+        if others and sequence.num_missing > limits.long_prompt:
+            allowed = min(allowed, max(1, left // 2))
+        return min(sequence.num_missing, allowed)
+
+    # -- blocks ----------------------------------------------------------------------------
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.limits.block_size)
+
+    def _make_room(self, plan: StepPlan, sequence: Sequence, upto: int) -> bool:
+        """Own every block up to token `upto`, preempting from the end of the order."""
+        own = self._shared_tail(sequence)
+        needed = self._blocks_for(upto) - len(sequence.block_table) + own
+        while needed > self.pool.num_free:
+            victim = self.running[-1]
+            self._preempt(plan, victim)
+            if victim is sequence:
+                return False
+            own = self._shared_tail(sequence)
+            needed = self._blocks_for(upto) - len(sequence.block_table) + own
+        if needed:
+            self._grow(plan, sequence, needed, copy_tail=bool(own))
+        return True
+
+    def _shared_tail(self, sequence: Sequence) -> int:
+        """1 when the block that will be written first belongs to others too, else 0."""
+        index = sequence.num_computed // self.limits.block_size
+        table = sequence.block_table
+        return int(index < len(table) and self.pool.refs(table[index]) > 1)
+
+    def _grow(self, plan: StepPlan, sequence: Sequence, needed: int, *, copy_tail: bool) -> None:
+        fresh = self.pool.take(needed)
+        table = sequence.block_table
+        changed = len(table)
+        if copy_tail:
+            changed = sequence.num_computed // self.limits.block_size
+            plan.copies.append((table[changed], fresh[0]))
+            self.pool.give_back([table[changed]])
+            table[changed] = fresh.pop(0)
+        table.extend(fresh)
+        plan.grown.append((sequence, changed))
+
+    def _commit(self, sequence: Sequence, computed: int) -> None:
+        """Tell the prefix cache of blocks that this step filled."""
+        if self.cache is None:
+            return
+        size = self.limits.block_size
+        full = min(computed, len(sequence.tokens)) // size
+        while sequence.num_committed < full:
+            index = sequence.num_committed
+            key = token_key(sequence.tokens[index * size : (index + 1) * size])
+            parent = sequence.last_node or sequence.cache_context
+            sequence.last_node = self.cache.commit(parent, key, sequence.block_table[index])
+            sequence.num_committed += 1
+
+    # -- admission and preemption ----------------------------------------------------------
+
+    def _still_blocked(self, sequence: Sequence) -> bool:
+        """Whether this one was refused for want of blocks and none has come free since."""
+        if self._blocked is None or not self.running:
+            return False
+        blocked, free = self._blocked
+        return blocked is sequence and self.pool.num_free <= free
+
+    def _known_prefix(self, sequence: Sequence) -> _Prefix:
+        """From a running parent, else from the cache. One token at least is left to compute."""
+        parent = sequence.parent
+        if parent is not None and parent.state is SequenceState.RUNNING and sequence.use_cache:
+            tokens = min(len(sequence.tokens) - 1, sequence.shared_limit)
+            if parent.num_done >= tokens:
+                return self._parents_prefix(sequence, parent, tokens)
+        return self._cached_prefix(sequence, len(sequence.tokens) - 1)
+
+    def _parents_prefix(self, sequence: Sequence, parent: Sequence, tokens: int) -> _Prefix:
+        known = self._cached_prefix(sequence, tokens)
+        blocks = parent.block_table[: self._blocks_for(tokens)]
+        return _Prefix(blocks, tokens, known.committed, known.node)
+
+    def _cached_prefix(self, sequence: Sequence, limit: int) -> _Prefix:
+        """The longest chain of known blocks within the first `limit` tokens."""
+        blocks: list[int] = []
+        node, size = 0, self.limits.block_size
+        full = limit // size if self.cache is not None and sequence.use_cache else 0
+        for index in range(full):
+            key = token_key(sequence.tokens[index * size : (index + 1) * size])
+            hit = self.cache.find(node or sequence.cache_context, key) if self.cache else None
+            if hit is None:
+                break
+            node, block = hit
+            blocks.append(block)
+        return _Prefix(blocks, len(blocks) * size, len(blocks), node)
+
+    def _leaves_room(self, sequence: Sequence, shared: list[int]) -> bool:
+        """Whether all known tokens fit, with one block to spare for each running sequence.
+
+        A shared partial block is copied at the first write: one more, unless nothing runs.
+        """
+        needed = self._blocks_for(sequence.num_known) - len(shared)
+        spare = len(self.running) + bool(self.running)
+        return needed + spare <= self.pool.num_free - self.pool.num_free_in(shared)
+
+    def _start(self, sequence: Sequence, prefix: _Prefix) -> None:
+        self.pool.share(prefix.blocks)
+        sequence.block_table = list(prefix.blocks)
+        sequence.num_computed = sequence.num_done = prefix.tokens
+        sequence.num_committed, sequence.last_node = prefix.committed, prefix.node
+        sequence.slot = self._free_slots.pop()
+        sequence.move(SequenceState.RUNNING)
+        self.cache_queries += len(sequence.tokens)
+        self.cache_hits += prefix.tokens
+        insort(self.running, sequence, key=_order_of)
+
+    def _preempt(self, plan: StepPlan, victim: Sequence) -> None:
+        if victim.in_flight:
+            raise InvariantBroken(f"sequence {victim.request_id} is in flight and was preempted")
+        _drop_from(plan, victim)
+        self.running.remove(victim)
+        self._let_go(victim)
+        victim.num_preemptions += 1
+        self.preemptions += 1
+        victim.move(SequenceState.WAITING)
+        self.waiting.push(victim)
+        self.waiting.release(victim)
+        plan.preempted.append(victim)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        if sequence.in_flight:
+            self._limbo.add(sequence)
+        else:
+            self._return_everything(sequence)
+
+    def _settle(self, sequence: Sequence) -> None:
+        if not sequence.in_flight:
+            self._limbo.discard(sequence)
+            self._return_everything(sequence)
+
+    def _return_everything(self, sequence: Sequence) -> None:
+        self.pool.give_back(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_computed = sequence.num_done = 0
+        sequence.num_committed = sequence.last_node = 0
+        self._free_slots.append(sequence.slot)
+        sequence.slot = -1
+
+    def _must_hold(self, sequence: Sequence, parent: Sequence) -> bool:
+        ended = parent.state is SequenceState.FINISHED
+        return not ended and parent.num_done < min(sequence.shared_limit, len(sequence.tokens) - 1)
+
+    # -- checking --------------------------------------------------------------------------
+
+    def faults(self) -> list[str]:
+        """What contradicts itself in blocks, slots, tables and counts."""
+        owners = [*self.running, *self._limbo]
+        found = self.pool.faults(sequence.block_table for sequence in owners)
+        slots = sorted([sequence.slot for sequence in owners] + self._free_slots)
+        if slots != list(range(self.limits.max_num_seqs)):
+            found.append(f"slots owned and free are {slots}")
+        waiting = sum(1 for _ in self.waiting)
+        if waiting != self.waiting.num_waiting:
+            found.append(f"{waiting} wait, {self.waiting.num_waiting} are counted")
+        for sequence in self.running:
+            found += self._faults_of(sequence)
+        return found + (self.cache.faults() if self.cache is not None else [])
+
+    def _faults_of(self, sequence: Sequence) -> list[str]:
+        name = f"sequence {sequence.request_id}/{sequence.choice}"
+        found = []
+        if sequence.state is not SequenceState.RUNNING:
+            found.append(f"{name} is {sequence.state.value} and in the running batch")
+        if not sequence.num_done <= sequence.num_computed <= sequence.num_known:
+            found.append(f"{name}: done, computed, known are out of order")
+        if len(sequence.block_table) != self._blocks_for(sequence.num_computed):
+            found.append(
+                f"{name}: {len(sequence.block_table)} blocks for {sequence.num_computed} tokens"
+            )
+        if 0 in sequence.block_table:
+            found.append(f"{name} has the null block in its table")
+        return found
+
+
+def _order_of(sequence: Sequence) -> tuple[int, int]:
+    return sequence.order
+
+
+def _drop_from(plan: StepPlan, victim: Sequence) -> None:
+    """Take a preempted sequence's work out of the plan it was part of."""
+    dropped = [chunk for chunk in plan.work if chunk.sequence is victim]
+    for chunk in dropped:
+        (plan.decodes if chunk.count == 1 else plan.chunks).remove(chunk)
+        plan.num_tokens -= chunk.count
+        victim.num_computed -= chunk.count
+        victim.in_flight -= chunk.samples
+    own = set(victim.block_table)
+    plan.grown = [entry for entry in plan.grown if entry[0] is not victim]
+    plan.copies = [pair for pair in plan.copies if pair[1] not in own]

@@ -1,0 +1,105 @@
+"""One sample of a request inside the engine.
+
+A sequence is two numbers on a line of tokens: how many are known, how many are computed. Everything
+a step does (prefill, decode, catching up after a preemption) moves `computed` towards `known`.
+
+    tokens   [ prompt ............ | output ....... ]
+             |<--- num_prompt ---->|
+             |<------- num_computed ------->|  KV in the cache, or being written
+             |<------- len(tokens) ------------->| + in_flight: being sampled
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tokenfleet.engine.errors import InvariantBroken
+
+
+class SequenceState(Enum):
+    """Where a sequence is; MOVES says what may follow.
+
+    HELD --parent ready or gone--> WAITING --admitted--> RUNNING --end--> FINISHED
+                                      ^---- preempted -----'
+    """
+
+    HELD = "held"
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+MOVES: dict[SequenceState, frozenset[SequenceState]] = {
+    SequenceState.HELD: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
+    SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
+    SequenceState.RUNNING: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
+    SequenceState.FINISHED: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """State of one sample; the scheduler owns everything but `tokens`, which the core appends
+    to."""
+
+    request_id: str
+    choice: int
+    tokens: list[int]
+    """Prompt, then output. Grows only."""
+    num_prompt: int
+    max_len: int
+    """Length at which it ends: prompt plus max_tokens, within the model's and the pool's limit."""
+    order: tuple[int, int]
+    """(priority, arrival): smaller runs first and is preempted last; unchanged by preemption."""
+    cache_context: int = 0
+    """Root of its prefix chain: weights version, adapter and salt (see PrefixCache.context)."""
+    use_cache: bool = True
+    """False when every prompt position must be computed (prompt logprobs)."""
+    parent: Sequence | None = None
+    """Running sequence whose first `shared_limit` tokens are this one's too."""
+    shared_limit: int = 0
+    state: SequenceState = SequenceState.WAITING
+    num_computed: int = 0
+    """Advanced when a step is scheduled, not when its result arrives."""
+    num_done: int = 0
+    """Computed by steps whose result has arrived: KV that others may copy."""
+    in_flight: int = 0
+    """Tokens being sampled by steps whose result has not arrived."""
+    block_table: list[int] = field(default_factory=list)
+    slot: int = -1
+    """Row of the running batch, -1 when it has none."""
+    num_committed: int = 0
+    """Leading blocks that the prefix cache knows."""
+    last_node: int = 0
+    """Prefix-cache node of the last committed block."""
+    children: list[Sequence] = field(default_factory=list)
+    """HELD until this sequence's prompt is computed."""
+    num_preemptions: int = 0
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that exist, the ones being sampled included."""
+        return len(self.tokens) + self.in_flight
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens known and not computed."""
+        return len(self.tokens) + self.in_flight - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens that have arrived."""
+        return len(self.tokens) - self.num_prompt
+
+    def move(self, state: SequenceState) -> None:
+        """Change state along MOVES.
+
+        Raises:
+            InvariantBroken: the move is not in the table.
+        """
+        if state not in MOVES[self.state]:
+            raise InvariantBroken(
+                f"sequence {self.request_id}/{self.choice}: {self.state.value} -> {state.value}"
+            )
+        self.state = state
