@@ -1,0 +1,145 @@
+"""Everything the client library raises, as one tree.
+
+    TokenfleetError
+     ├─ InvalidJob (ValueError)        refused before it was sent: field, value, way out
+     │   └─ UndecodableJob             a payload in Redis that this version does not understand
+     ├─ IdempotencyMismatch            the key was used before, with another payload
+     ├─ QueueFull                      come back in .retry_after_s                      retryable
+     ├─ BrokerUnavailable              Redis was not reached in time                    retryable
+     ├─ BrokerUnsupported              Redis is there, but too old or set up wrongly
+     ├─ StreamInterrupted              the stream was cut and could not be taken up     retryable
+     ├─ ResultTimeout (TimeoutError)   the job goes on; only the waiting ended          retryable
+     └─ JobEnded                       the job has ended, and not with a result
+         ├─ JobFailed                  .code, .attempts
+         ├─ JobCancelled
+         ├─ DeadlineExceeded
+         └─ JobExpired                 Redis no longer knows the job
+
+Invariant: `.retryable` is true exactly when the same call, repeated unchanged, may succeed.
+"""
+
+from __future__ import annotations
+
+
+class TokenfleetError(Exception):
+    """Base of all errors of the client library."""
+
+    retryable: bool = False
+
+
+class InvalidJob(TokenfleetError, ValueError):
+    """A field of a job is not acceptable. Nothing was sent."""
+
+    def __init__(self, field: str, value: object, way_out: str) -> None:
+        shown = repr(value)
+        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+        super().__init__(f"{field}: {way_out}; got {shown}")
+        self.field = field
+        self.value = value
+        self.way_out = way_out
+
+    def __reduce__(self) -> tuple[type[InvalidJob], tuple[str, object, str]]:
+        return type(self), (self.field, self.value, self.way_out)
+
+
+class UndecodableJob(InvalidJob):
+    """A payload found in Redis that is no job of a schema version known here."""
+
+
+class IdempotencyMismatch(TokenfleetError):
+    """The idempotency key belongs to a job with another payload."""
+
+    def __init__(self, key: str, job_id: str) -> None:
+        super().__init__(
+            f"idempotency_key {key!r} was used for job {job_id} with another payload; "
+            "use a new key for a new job"
+        )
+        self.key = key
+        self.job_id = job_id
+
+
+class QueueFull(TokenfleetError):
+    """The tenant or the queue has as many jobs as it may have."""
+
+    retryable = True
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__(f"the queue is full; try again in {retry_after_s:.1f} s")
+        self.retry_after_s = retry_after_s
+
+
+class BrokerUnavailable(TokenfleetError):
+    """Redis could not be reached, or did not answer, for as long as the client was told to try."""
+
+    retryable = True
+
+
+class BrokerUnsupported(TokenfleetError):
+    """Redis answered, but cannot be used: its version, its settings or the client handed in."""
+
+
+class StreamInterrupted(TokenfleetError):
+    """The stream was cut and could not be taken up again. `offset` is where to go on."""
+
+    retryable = True
+
+    def __init__(self, job_id: str, offset: int, reason: str) -> None:
+        super().__init__(
+            f"stream of job {job_id} cut at offset {offset}: {reason}; "
+            f"call stream(from_offset={offset}) to go on"
+        )
+        self.job_id = job_id
+        self.offset = offset
+
+
+class ResultTimeout(TokenfleetError, TimeoutError):
+    """The job has not ended yet. It goes on: a timeout never cancels a job."""
+
+    retryable = True
+
+    def __init__(self, job_id: str, timeout_s: float, state: str) -> None:
+        super().__init__(
+            f"job {job_id} is {state} after {timeout_s:g} s; it goes on, ask again or cancel it"
+        )
+        self.job_id = job_id
+        self.state = state
+
+
+class JobEnded(TokenfleetError):
+    """The job ended without a result."""
+
+    def __init__(self, job_id: str, message: str) -> None:
+        super().__init__(message)
+        self.job_id = job_id
+
+
+class JobFailed(JobEnded):
+    """The job failed for good. `code` is stable and for programs, the message for people."""
+
+    def __init__(self, job_id: str, code: str, message: str, attempts: int) -> None:
+        super().__init__(job_id, f"job {job_id} failed after {attempts} attempt(s): {message}")
+        self.code = code
+        self.attempts = attempts
+
+
+class JobCancelled(JobEnded):
+    """The job was cancelled."""
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(job_id, f"job {job_id} was cancelled")
+
+
+class DeadlineExceeded(JobEnded):
+    """The job's deadline passed before it was done."""
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(job_id, f"job {job_id} did not end before its deadline")
+
+
+class JobExpired(JobEnded):
+    """Redis does not know the job (any more): wrong id, or its result or log outlived its TTL."""
+
+    def __init__(self, job_id: str, what: str = "the job") -> None:
+        super().__init__(
+            job_id, f"{what} of {job_id} is not in Redis; it was never there, or its TTL is over"
+        )

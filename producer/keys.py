@@ -1,0 +1,128 @@
+"""The names of everything in Redis. No other module spells a key.
+
+Every key of a job starts with the hash tag `{namespace:p}`, so all that one script touches lies in
+one cluster slot. A job id is `<uuid7>.<p>`: whoever has the id finds the keys without a look-up.
+
+Invariant: two different things never share a name (tenants and namespaces hold no colon or brace).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import zlib
+from dataclasses import dataclass
+
+from tokenfleet.producer.errors import InvalidJob
+
+GROUP = "workers"
+"""The consumer group on every queue."""
+
+PRIORITIES = ("interactive", "default", "batch")
+"""The classes of jobs, most urgent first."""
+
+NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+_JOB_ID = re.compile(
+    r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}\.(0|[1-9]\d{0,4})"
+)
+
+
+def new_job_id(partition: int) -> str:
+    """A fresh `<uuid7>.<p>`: time-ordered, made without asking Redis."""
+    value = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10))
+    value = value & ~(0xF << 76) | 0x7 << 76
+    value = value & ~(0x3 << 62) | 0x2 << 62
+    digits = f"{value:032x}"
+    return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}.{partition}"
+
+
+def partition_of(job_id: str) -> int:
+    """The partition in a job id. Raises InvalidJob for anything that is no job id."""
+    match = _JOB_ID.fullmatch(job_id)
+    if match is None:
+        raise InvalidJob("job id", job_id, "must be one that submit returned: <uuid7>.<partition>")
+    return int(match[1])
+
+
+def partition_for_key(tenant: str, idempotency_key: str, partitions: int) -> int:
+    """Where a job with an idempotency key lives: the same place for every client."""
+    return zlib.crc32(f"{tenant}:{idempotency_key}".encode()) % partitions
+
+
+def check_name(field: str, value: object) -> str:
+    """A namespace, tenant or worker id that can stand in a key."""
+    if not isinstance(value, str) or NAME.fullmatch(value) is None:
+        raise InvalidJob(field, value, "must be 1 to 64 letters, digits, '_', '.' or '-'")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of one partition."""
+
+    namespace: str
+    partition: int
+
+    @property
+    def prefix(self) -> str:
+        """`{namespace:p}`, with the braces: the hash tag."""
+        return f"{{{self.namespace}:{self.partition}}}"
+
+    def queue(self, model: str, priority: str) -> str:
+        """Stream of waiting jobs, field `j` the job id."""
+        return f"{self.prefix}:q:{model}:{priority}"
+
+    def front(self, model: str, priority: str) -> str:
+        """Stream of released and reclaimed jobs of that class, read before `queue`."""
+        return f"{self.prefix}:q:{model}:{priority}:front"
+
+    def job(self, job_id: str) -> str:
+        """Hash: the job. The authority over everything else."""
+        return f"{self.prefix}:j:{job_id}"
+
+    def events(self, job_id: str) -> str:
+        """Stream: the event log; and the channel that announces it."""
+        return f"{self.prefix}:e:{job_id}"
+
+    @property
+    def delay(self) -> str:
+        """Sorted set: jobs that may not be claimed yet, by due time."""
+        return f"{self.prefix}:delay"
+
+    @property
+    def deadline(self) -> str:
+        """Sorted set: jobs with a deadline that have not ended, by deadline."""
+        return f"{self.prefix}:deadline"
+
+    @property
+    def dead(self) -> str:
+        """Sorted set: dead-lettered jobs, by time."""
+        return f"{self.prefix}:dead"
+
+    @property
+    def live(self) -> str:
+        """Sorted set: every job that has not ended, by submission time."""
+        return f"{self.prefix}:live"
+
+    def idempotency(self, tenant: str, key: str) -> str:
+        """String: `<job id> <payload digest>`."""
+        return f"{self.prefix}:idem:{tenant}:{key}"
+
+    @property
+    def workers(self) -> str:
+        """Sorted set: worker ids by when they were last seen."""
+        return f"{self.prefix}:workers"
+
+    def worker(self, worker_id: str) -> str:
+        """Hash: what a worker says of itself; gone a while after the worker."""
+        return f"{self.prefix}:worker:{worker_id}"
+
+    def control(self, worker_id: str) -> str:
+        """Channel: `cancel <job id> <attempt>` and `drain`."""
+        return f"{self.prefix}:ctl:{worker_id}"
+
+
+def keys_of(namespace: str, job_id: str) -> Keys:
+    """The keys of the partition that a job lives in."""
+    return Keys(namespace, partition_of(job_id))

@@ -1,0 +1,161 @@
+"""The job as a producer asks for it: checked once, where it is made.
+
+Invariant: `JobRequest.unpack(job.pack()) == job`, and a JobRequest that exists is valid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tokenfleet.producer import wire
+from tokenfleet.producer.errors import InvalidJob, UndecodableJob
+from tokenfleet.producer.keys import PRIORITIES, check_name
+from tokenfleet.producer.sampling_params import SamplingParams, is_int
+
+MAX_JOB_BYTES = 256 * 1024
+"""Largest packed job, unless the client is told otherwise."""
+
+_MAX_SECONDS = 10 * 365 * 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """What was asked. Written once at submission; no one changes it."""
+
+    model: str
+    """The name that workers serve; one without a worker waits for one."""
+    prompt: str | None = None
+    """Exactly one of prompt, messages, prompt_token_ids is set."""
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    """Chat messages; the worker applies the model's chat template."""
+    prompt_token_ids: tuple[int, ...] | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    priority: str = "default"
+    tenant: str = "default"
+    deadline_s: float | None = None
+    """Counted from submission by the server's clock; after it the job is expired."""
+    delay_s: float = 0.0
+    """Not claimed before this long after submission."""
+    max_failures: int | None = None
+    """Failures that the job may survive; None: as the worker is set up (3)."""
+    idempotency_key: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Carried along, never looked at."""
+    on_disconnect: str = "continue"
+    """`cancel`: the job ends when its last subscriber has gone; `continue`: it does not."""
+    traceparent: str | None = None
+    """W3C trace context; a malformed one is ignored by whoever reads it."""
+    tracestate: str | None = None
+    adapter: str | None = None
+    """LoRA weights to apply."""
+
+    def __post_init__(self) -> None:
+        _check_target(self)
+        _check_prompt(self)
+        _check_times(self)
+        _check_carried(self)
+
+    def pack(self, max_bytes: int = MAX_JOB_BYTES) -> bytes:
+        """The bytes for Redis. Raises InvalidJob above `max_bytes`."""
+        packed = wire.pack(wire.wire_of(self))
+        if len(packed) > max_bytes:
+            raise InvalidJob(
+                "job",
+                f"{len(packed)} bytes",
+                f"must pack into {max_bytes} bytes; shorten the prompt or metadata, "
+                "or raise max_job_bytes",
+            )
+        return packed
+
+    def traced(self, carrier: Mapping[str, str]) -> JobRequest:
+        """The same job with the trace context of `carrier`."""
+        return replace(
+            self,
+            traceparent=carrier.get("traceparent"),
+            tracestate=carrier.get("tracestate"),
+        )
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> JobRequest:
+        """Back from `pack`. Raises UndecodableJob, never anything else."""
+        found = wire.unpack(packed, "job")
+        try:
+            if "sampling" in found:
+                found["sampling"] = SamplingParams.from_wire(found["sampling"])
+        except InvalidJob as error:
+            raise UndecodableJob(error.field, error.value, error.way_out) from error
+        except (TypeError, ValueError) as error:
+            raise UndecodableJob("sampling", str(error), "must be a map of parameters") from error
+        return wire.build(cls, found, "job")
+
+
+def _check_target(job: JobRequest) -> None:
+    if (
+        not isinstance(job.model, str)
+        or not 1 <= len(job.model) <= 256
+        or not job.model.isprintable()
+    ):
+        raise InvalidJob("model", job.model, "must be the name of a model, 1 to 256 characters")
+    if job.priority not in PRIORITIES:
+        raise InvalidJob("priority", job.priority, f"must be one of {', '.join(PRIORITIES)}")
+    check_name("tenant", job.tenant)
+    if job.adapter is not None and not (isinstance(job.adapter, str) and job.adapter):
+        raise InvalidJob("adapter", job.adapter, "must be the name of an adapter, or None")
+    if job.on_disconnect not in ("continue", "cancel"):
+        raise InvalidJob("on_disconnect", job.on_disconnect, "must be 'continue' or 'cancel'")
+    if not isinstance(job.sampling, SamplingParams):
+        raise InvalidJob("sampling", job.sampling, "must be SamplingParams")
+
+
+def _check_prompt(job: JobRequest) -> None:
+    names = ("prompt", "messages", "prompt_token_ids")
+    given = [name for name in names if getattr(job, name) is not None]
+    if len(given) != 1:
+        raise InvalidJob("prompt", given, f"exactly one of {', '.join(names)} must be given")
+    value = getattr(job, given[0])
+    if job.prompt is not None and not isinstance(value, str):
+        raise InvalidJob("prompt", value, "must be text; token ids go into prompt_token_ids")
+    if job.prompt is None and not isinstance(value, list | tuple):
+        raise InvalidJob(given[0], value, "must be a list")
+    if not value:
+        raise InvalidJob(given[0], value, "must not be empty")
+    if job.prompt is None:
+        object.__setattr__(job, given[0], tuple(value))
+    if job.messages is not None:
+        _check_messages(job.messages)
+    if job.prompt_token_ids is not None and not all(
+        is_int(token) and 0 <= token < 2**31 for token in job.prompt_token_ids
+    ):
+        raise InvalidJob("prompt_token_ids", value, "must hold token ids, integers of 0 or more")
+
+
+def _check_messages(messages: Sequence[object]) -> None:
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidJob("messages", message, "must hold mappings with a role and a content")
+        if "content" not in message and "tool_calls" not in message:
+            raise InvalidJob("messages", message, "must hold mappings with a role and a content")
+
+
+def _check_times(job: JobRequest) -> None:
+    for name, low in (("deadline_s", 0.001), ("delay_s", 0.0)):
+        value = getattr(job, name)
+        if name == "deadline_s" and value is None:
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or not low <= value <= _MAX_SECONDS:
+            raise InvalidJob(name, value, f"must be seconds, {low:g} or more and at most ten years")
+    failures = job.max_failures
+    if failures is not None and not (is_int(failures) and 0 <= failures <= 1000):
+        raise InvalidJob("max_failures", failures, "must lie between 0 and 1000, or be None")
+
+
+def _check_carried(job: JobRequest) -> None:
+    key = job.idempotency_key
+    if key is not None and not (isinstance(key, str) and 1 <= len(key) <= 256):
+        raise InvalidJob("idempotency_key", key, "must be a text of 1 to 256 characters, or None")
+    if not isinstance(job.metadata, Mapping):
+        raise InvalidJob("metadata", job.metadata, "must be a mapping")
