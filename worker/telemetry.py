@@ -1,0 +1,285 @@
+"""What happens to jobs, as spans and metrics: the only door from the worker to OpenTelemetry.
+
+A job has one `process` span per attempt and in it one span of the operation (`chat` or
+`text_completion`); what happens in between is an event on the latter. There is never a span per
+step or token, and no method here waits for anything: a collector that is away costs a job nothing.
+
+    send <queue>            producer/tracing.py
+      process <queue>       claimed -> left this worker      child of send; of a batch, linked to it
+        chat <model>        events: claimed, first_token, preempted, resumed
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from opentelemetry import trace
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.util.types import AttributeValue
+from tokenfleet.producer import semconv, tracing
+from tokenfleet.producer.keys import GROUP, partition_of
+from tokenfleet.worker.exporters import ExportConfig, Exporters
+from tokenfleet.worker.metrics import Instruments
+from tokenfleet.worker.prometheus import Scrape
+
+if TYPE_CHECKING:
+    from tokenfleet.engine.stats import StepStats
+    from tokenfleet.producer.protocol import JobResult
+    from tokenfleet.worker.queue import ClaimedJob
+    from tokenfleet.worker.settings import WorkerSettings
+
+GONE_ON = ("released", "lost")
+"""States in which a job leaves this worker without having ended."""
+FAILURES = ("failed", "expired", "lost")
+
+
+@dataclass(slots=True)
+class _Running:
+    """One attempt on this worker."""
+
+    process: Span
+    operation: Span
+    labels: dict[str, str]
+    waited_s: float
+    """From submission to this claim, by the server's clock."""
+    claimed_at: float
+    first_token_at: float | None = None
+    offset: int = 0
+    """Output tokens that earlier attempts had logged."""
+
+
+class Telemetry:
+    """Spans and metrics of one worker process. A job that is not known here is passed over.
+
+    Args:
+        exporters: providers to make spans and instruments with; shut down with this object.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        exporters: Exporters,
+        *,
+        worker_id: str,
+        model: str,
+        token_budget: int,
+        vllm_names: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._exporters = exporters
+        self._worker_id = worker_id
+        self._model = model
+        self._clock = clock
+        self._tracer = exporters.tracer_provider.get_tracer(semconv.INSTRUMENTATION)
+        self._instruments = Instruments(
+            exporters.meter_provider.get_meter(semconv.INSTRUMENTATION), model, token_budget
+        )
+        self._scrape = Scrape(exporters.scrape, model, vllm_names=vllm_names)
+        self._running: dict[tuple[str, int], _Running] = {}
+
+    @classmethod
+    def from_settings(cls, settings: WorkerSettings, worker_id: str) -> Telemetry:
+        exporters = Exporters(
+            ExportConfig(
+                instance=worker_id,
+                version=version("tokenfleet"),
+                otlp_endpoint=settings.otlp_endpoint,
+                otlp_protocol=settings.otlp_protocol,
+                trace_file=settings.trace_file,
+            )
+        )
+        return cls(
+            exporters,
+            worker_id=worker_id,
+            model=settings.served_name,
+            token_budget=settings.max_num_batched_tokens,
+            vllm_names=settings.vllm_metric_names,
+        )
+
+    def job_claimed(self, job: ClaimedJob) -> None:
+        """A claim succeeded; a job that has logged tokens is also `resumed` by this."""
+        parent, links = tracing.received(job.request.traceparent, job.request.tracestate)
+        process = self._tracer.start_span(
+            f"{semconv.PROCESS} {semconv.queue_name(job.request.model, job.priority)}",
+            context=parent,
+            kind=SpanKind.CONSUMER,
+            links=links,
+            attributes=self._process_attributes(job),
+        )
+        operation = semconv.operation_name(chat=job.request.messages is not None)
+        span = self._tracer.start_span(
+            f"{operation} {job.request.model}",
+            context=trace.set_span_in_context(process),
+            attributes=_operation_attributes(job, operation),
+        )
+        span.add_event(semconv.EVENT_CLAIMED, {semconv.JOB_ATTEMPT: job.attempt})
+        waited_s = (job.claimed_ms - job.submitted_ms) / 1000
+        self._running[job.id, job.attempt] = _Running(
+            process=process,
+            operation=span,
+            labels=_labels(operation, job.request.model),
+            waited_s=waited_s,
+            claimed_at=self._clock(),
+            offset=job.offset,
+        )
+        self._instruments.claimed(waited_s, resumed=job.offset > 0)
+        if job.offset:
+            self.resumed(job, job.offset)
+
+    def first_token(self, job: ClaimedJob) -> None:
+        """The first token of this attempt; only a job's very first one counts as its TTFT."""
+        running = self._running.get((job.id, job.attempt))
+        if running is None or running.first_token_at is not None:
+            return
+        running.first_token_at = self._clock()
+        running.operation.add_event(semconv.EVENT_FIRST_TOKEN, {semconv.JOB_OFFSET: running.offset})
+        if running.offset == 0:
+            self._instruments.first_token(
+                running.waited_s + running.first_token_at - running.claimed_at, running.labels
+            )
+
+    def preempted(self, job: ClaimedJob) -> None:
+        """The engine took the job's blocks back; it waits to be computed again."""
+        if running := self._running.get((job.id, job.attempt)):
+            running.operation.add_event(semconv.EVENT_PREEMPTED)
+
+    def resumed(self, job: ClaimedJob, offset: int) -> None:
+        """The job goes on behind `offset` output tokens that an earlier attempt logged."""
+        if running := self._running.get((job.id, job.attempt)):
+            running.operation.add_event(semconv.EVENT_RESUMED, {semconv.JOB_OFFSET: offset})
+
+    def job_ended(
+        self,
+        job: ClaimedJob,
+        state: str,
+        result: JobResult | None = None,
+        *,
+        error: str | None = None,
+    ) -> None:
+        """The job left this worker.
+
+        Args:
+            state: a terminal state, or "released" (handed back) or "lost" (the lease was).
+            result: what the job came to, where it did.
+            error: code of the failure, where it was one.
+        """
+        running = self._running.pop((job.id, job.attempt), None)
+        if running is None:
+            return
+        now = self._clock()
+        self._instruments.left(state)
+        failure = (error or state) if state in FAILURES else None
+        if state not in GONE_ON:
+            labels = running.labels | ({semconv.ERROR_TYPE: failure} if failure else {})
+            self._instruments.ended(running.waited_s + now - running.claimed_at, labels)
+        if result is not None:
+            self._record_result(running, result, now)
+        for span in (running.operation, running.process):
+            span.set_attribute(semconv.JOB_STATE, state)
+            if failure:
+                span.set_attribute(semconv.ERROR_TYPE, failure)
+                span.set_status(Status(StatusCode.ERROR, failure))
+            span.end()
+
+    def _process_attributes(self, job: ClaimedJob) -> dict[str, AttributeValue]:
+        return {
+            semconv.MESSAGING_SYSTEM: semconv.MESSAGING_SYSTEM_REDIS,
+            semconv.MESSAGING_OPERATION_NAME: semconv.PROCESS,
+            semconv.MESSAGING_OPERATION_TYPE: semconv.PROCESS,
+            semconv.MESSAGING_DESTINATION_NAME: semconv.queue_name(job.request.model, job.priority),
+            semconv.MESSAGING_DESTINATION_PARTITION_ID: str(partition_of(job.id)),
+            semconv.MESSAGING_CONSUMER_GROUP_NAME: GROUP,
+            semconv.MESSAGING_MESSAGE_ID: job.id,
+            semconv.MESSAGING_CLIENT_ID: self._worker_id,
+            semconv.JOB_ATTEMPT: job.attempt,
+            semconv.JOB_PRIORITY: job.priority,
+            semconv.JOB_TENANT: job.request.tenant,
+        }
+
+    def _record_result(self, running: _Running, result: JobResult, now: float) -> None:
+        running.operation.set_attributes(_result_attributes(result))
+        made = result.usage.completion_tokens - running.offset
+        if running.first_token_at is not None and made > 1:
+            pace = (now - running.first_token_at) / (made - 1)
+            self._instruments.token_pace(pace, running.labels)
+
+    def step(self, stats: StepStats) -> None:
+        """Figures of the engine's latest step;
+
+        the totals in it may skip steps but never one's counts.
+        """
+        self._instruments.step(stats)
+
+    def engine_restarted(self) -> None:
+        self._instruments.engine_restarted()
+
+    def flushed(self, seconds: float) -> None:
+        """One emit for all running jobs took this long."""
+        self._instruments.flushed(seconds)
+
+    def trace_ids(self, job_id: str, attempt: int) -> Mapping[str, str]:
+        """trace_id and span_id of a job on this worker, for its log lines; empty when unknown."""
+        running = self._running.get((job_id, attempt))
+        if running is None:
+            return {}
+        context = running.process.get_span_context()
+        return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
+
+    def render_metrics(self) -> bytes:
+        """The body of /metrics (its type is worker/prometheus.py: CONTENT_TYPE)."""
+        return self._scrape.render()
+
+    def shutdown(self, timeout_s: float = 2.0) -> None:
+        """End open spans and export what waits, for at most `timeout_s`.
+
+        Blocks: call it last or in a thread.
+        """
+        for running in self._running.values():
+            running.operation.end()
+            running.process.end()
+        self._running.clear()
+        self._exporters.shutdown(timeout_s)
+
+
+def _labels(operation: str, model: str) -> dict[str, str]:
+    return {
+        semconv.GEN_AI_OPERATION_NAME: operation,
+        semconv.GEN_AI_PROVIDER_NAME: semconv.PROVIDER,
+        semconv.GEN_AI_REQUEST_MODEL: model,
+    }
+
+
+def _operation_attributes(job: ClaimedJob, operation: str) -> dict[str, AttributeValue]:
+    """What was asked for; optional parameters only where they were given."""
+    asked = job.request.sampling
+    attributes: dict[str, AttributeValue | None] = {
+        **_labels(operation, job.request.model),
+        semconv.GEN_AI_RESPONSE_ID: job.id,
+        semconv.GEN_AI_REQUEST_MAX_TOKENS: asked.max_tokens,
+        semconv.GEN_AI_REQUEST_TEMPERATURE: asked.temperature,
+        semconv.GEN_AI_REQUEST_TOP_P: asked.top_p,
+        semconv.GEN_AI_REQUEST_TOP_K: asked.top_k if asked.top_k > 0 else None,
+        semconv.GEN_AI_REQUEST_SEED: _int64(asked.seed),
+        semconv.GEN_AI_REQUEST_CHOICE_COUNT: asked.n if asked.n > 1 else None,
+        semconv.GEN_AI_REQUEST_FREQUENCY_PENALTY: asked.frequency_penalty or None,
+        semconv.GEN_AI_REQUEST_PRESENCE_PENALTY: asked.presence_penalty or None,
+    }
+    return {name: value for name, value in attributes.items() if value is not None}
+
+
+def _int64(seed: int | None) -> int | None:
+    """A seed as OTLP can carry it: attributes are signed, seeds reach up to 2**64."""
+    return seed if seed is None or seed < 2**63 else seed - 2**64
+
+
+def _result_attributes(result: JobResult) -> dict[str, AttributeValue]:
+    return {
+        semconv.GEN_AI_RESPONSE_MODEL: result.model,
+        semconv.GEN_AI_RESPONSE_FINISH_REASONS: [c.finish_reason or "" for c in result.choices],
+        semconv.GEN_AI_USAGE_INPUT_TOKENS: result.usage.prompt_tokens,
+        semconv.GEN_AI_USAGE_OUTPUT_TOKENS: result.usage.completion_tokens,
+    }
