@@ -1,0 +1,151 @@
+"""Chooses one token for each row of logits, all rows together.
+
+Order: bias and minimum length, penalties, then temperature, top-k, top-p, min-p and the draw. A row
+that is greedy and asks for nothing costs one argmax. A row with a NaN or an infinite logit is
+reported as poisoned; what it drew means nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tokenfleet.engine.execution.param_table import Ids, ParamTable
+from tokenfleet.engine.execution.slots import SlotTable
+from tokenfleet.engine.request import Logprobs
+from tokenfleet.kernels.rng import row_keys
+from tokenfleet.kernels.sampling import PenaltyRows, SamplingRows, greedy, penalise, sample, warp
+
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One step's choices for R rows."""
+
+    tokens: Ids
+    poisoned: Mask
+    logprobs: list[Logprobs | None] | None
+    """Per row, None where it did not ask; None when no row did."""
+
+
+class Sampler:
+    """Applies the parameters of the slots to logits.
+
+    Args:
+        known_vocab: ids from this on do not exist in the tokenizer and are never chosen.
+    """
+
+    def __init__(self, params: ParamTable, slots: SlotTable, known_vocab: int) -> None:
+        self._params = params
+        self._slots = slots
+        self._known_vocab = known_vocab
+
+    def __call__(self, logits: Tensor, slots: Ids, ends: Ids) -> Sampled:
+        """Sample from logits fp32 [R, V] (overwritten) for sequences of `ends` [R] tokens."""
+        p = self._params
+        if self._known_vocab < logits.shape[1]:
+            logits[:, self._known_vocab :] = -torch.inf
+        raw_rows = np.flatnonzero((p.logprobs[slots] >= 0) & ~p.processed[slots])
+        raw = logits[raw_rows].log_softmax(-1) if raw_rows.size else None
+        values, tokens = greedy(logits)
+        poisoned = ~torch.isfinite(values)
+        changed = self._adjust(logits, slots, ends)
+        if p.penalised[slots].any():
+            self._penalise(logits, slots, ends)
+            changed = True
+        if changed:
+            tokens = greedy(logits)[1]
+        drawn = np.flatnonzero(~p.greedy[slots])
+        if drawn.size:
+            rows = self._rows(slots[drawn], ends[drawn], logits.device)
+            tokens[drawn] = sample(_picked(logits, drawn), rows)
+        chosen = tokens.cpu().numpy()
+        reports = self._reports(logits, chosen, slots, ends, raw_rows, raw)
+        return Sampled(chosen, poisoned.cpu().numpy(), reports)
+
+    def _rows(self, slots: Ids, ends: Ids, device: torch.device) -> SamplingRows:
+        p = self._params
+        keys = row_keys(p.seed[slots], p.choice[slots], ends - p.num_prompt[slots])
+        columns = (p.temperature, p.top_k, p.top_p, p.min_p)
+        tensors = [torch.from_numpy(column[slots]).to(device) for column in columns]
+        filtered = bool(p.filtered[slots].any())
+        return SamplingRows(*tensors, keys=torch.from_numpy(keys).to(device), filtered=filtered)
+
+    def _adjust(self, logits: Tensor, slots: Ids, ends: Ids) -> bool:
+        """Bias and minimum length; only rows that have one are visited."""
+        p = self._params
+        rows = np.flatnonzero(p.adjusted[slots])
+        for row in rows:
+            slot = slots[row]
+            bias, ending = p.bias[slot], p.ending[slot]
+            if bias is not None:
+                logits[row, bias[0]] += torch.from_numpy(bias[1]).to(logits.device)
+            if ending is not None and ends[row] - p.num_prompt[slot] < p.min_tokens[slot]:
+                logits[row, ending] = -torch.inf
+        return bool(rows.size)
+
+    def _penalise(self, logits: Tensor, slots: Ids, ends: Ids) -> None:
+        p = self._params
+        rows = np.flatnonzero(p.penalised[slots])
+        where, lengths = slots[rows], ends[rows]
+        history = self._slots.tokens[where, : int(lengths.max())].astype(np.int64)
+        arrays = (
+            history, p.num_prompt[where], lengths,
+            p.presence[where], p.frequency[where], p.repetition[where],
+        )  # fmt: skip
+        tensors = [torch.from_numpy(array).to(logits.device) for array in arrays]
+        penalised = penalise(_picked(logits, rows), PenaltyRows(*tensors))
+        logits[rows] = penalised
+
+    def _reports(
+        self, logits: Tensor, tokens: Ids, slots: Ids, ends: Ids, raw_rows: Ids, raw: Tensor | None
+    ) -> list[Logprobs | None] | None:
+        p = self._params
+        wanted = p.logprobs[slots]
+        processed_rows = np.flatnonzero((wanted >= 0) & p.processed[slots])
+        if raw is None and not processed_rows.size:
+            return None
+        reports: list[Logprobs | None] = [None] * len(slots)
+        if raw is not None:
+            fill_reports(reports, raw, raw_rows, tokens, wanted)
+        if processed_rows.size:
+            final = self._processed(logits, slots, ends, processed_rows)
+            fill_reports(reports, final, processed_rows, tokens, wanted)
+        return reports
+
+    def _processed(self, logits: Tensor, slots: Ids, ends: Ids, rows: Ids) -> Tensor:
+        """Log probabilities after every filter; a greedy row's are those before the argmax."""
+        final = _picked(logits, rows).clone()
+        drawn = np.flatnonzero(~self._params.greedy[slots[rows]])
+        if drawn.size:
+            params = self._rows(slots[rows[drawn]], ends[rows[drawn]], logits.device)
+            final[drawn] = warp(final[drawn], params)
+        return final.log_softmax(-1)
+
+
+def fill_reports(
+    reports: list[Logprobs | None], logprobs: Tensor, rows: Ids, tokens: Ids, wanted: Ids
+) -> None:
+    """Set reports[row] for each of `rows`, whose log probabilities [len(rows), V] are given.
+
+    The chosen token is always in; then the `wanted[row]` best ones, those with -inf left out.
+    """
+    chosen = torch.from_numpy(tokens[rows]).to(logprobs.device)[:, None]
+    own = logprobs.gather(1, chosen)[:, 0].tolist()
+    most = int(wanted[rows].max())
+    best, ids = logprobs.topk(most, dim=-1) if most else (logprobs[:, :0], logprobs[:, :0].long())
+    for i, (values, names) in enumerate(zip(best.tolist(), ids.tolist(), strict=True)):
+        row = rows[i]
+        top = zip(names[: wanted[row]], values[: wanted[row]], strict=True)
+        report = {name: value for name, value in top if value > -np.inf}
+        report[int(tokens[row])] = own[i]
+        reports[row] = report
+
+
+def _picked(logits: Tensor, rows: Ids) -> Tensor:
+    return logits if len(rows) == logits.shape[0] else logits[rows]

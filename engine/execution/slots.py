@@ -1,0 +1,67 @@
+"""What the running batch remembers per slot, as numpy rows.
+
+A row is written when its sequence is admitted and changed only where a step changed it, so a step's
+inputs are a few vectorised look-ups, whatever the number of sequences.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenfleet.engine.scheduling.sequence import Sequence
+
+_FIRST_WIDTH = 512
+
+
+class SlotTable:
+    """Tokens and block tables of the running sequences.
+
+    tokens int32 [num_slots, width], blocks int32 [num_slots, width / block_size]; both widen by
+    doubling up to max_len, so short contexts on a long-context model cost little.
+    """
+
+    def __init__(self, num_slots: int, block_size: int, max_len: int) -> None:
+        self.block_size = block_size
+        self._max_len = max_len
+        width = min(_FIRST_WIDTH, max_len)
+        self.tokens: NDArray[np.int32] = np.zeros((num_slots, width), np.int32)
+        self.blocks: NDArray[np.int32] = np.zeros((num_slots, self._blocks_for(width)), np.int32)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Fill the row of a sequence that just got its slot."""
+        count = len(sequence.tokens)
+        self._widen(count + 1)
+        self.tokens[sequence.slot, :count] = sequence.tokens
+        self.update_blocks(sequence, 0)
+
+    def update_blocks(self, sequence: Sequence, first: int) -> None:
+        """Copy a block table from index `first` on."""
+        table = sequence.block_table
+        self._widen(len(table) * self.block_size)
+        self.blocks[sequence.slot, first : len(table)] = table[first:]
+
+    def append(
+        self, slots: NDArray[np.int64], places: NDArray[np.int64], tokens: NDArray[np.int64]
+    ) -> None:
+        """Write one sampled token per slot at its place in the sequence."""
+        if places.size:
+            self._widen(int(places.max()) + 1)
+            self.tokens[slots, places] = tokens
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def _widen(self, tokens: int) -> None:
+        width = self.tokens.shape[1]
+        if tokens <= width:
+            return
+        wider = min(max(tokens, 2 * width), max(tokens, self._max_len))
+        self.tokens = _widened(self.tokens, wider)
+        self.blocks = _widened(self.blocks, self._blocks_for(wider))
+
+
+def _widened(table: NDArray[np.int32], width: int) -> NDArray[np.int32]:
+    wide = np.zeros((table.shape[0], width), np.int32)
+    wide[:, : table.shape[1]] = table
+    return wide
