@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, TextIO
 
 import structlog
+import structlog.tracebacks
 
 FORMATS = ("auto", "json", "console")
 WITHHELD = frozenset(
@@ -67,9 +68,17 @@ def configure(
 
 
 def _rendering(*, as_json: bool) -> list[structlog.typing.Processor]:
+    """How a line ends up as text; a traceback never shows local variables, which hold prompts."""
     if as_json:
-        return [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
-    return [structlog.dev.ConsoleRenderer(colors=True, pad_event_to=24)]
+        transformer = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        return [
+            structlog.processors.ExceptionRenderer(transformer),
+            structlog.processors.JSONRenderer(),
+        ]
+    renderer = structlog.dev.ConsoleRenderer(
+        colors=True, pad_event_to=24, exception_formatter=structlog.dev.plain_traceback
+    )
+    return [renderer]
 
 
 def _route_standard_logging(
