@@ -1,0 +1,151 @@
+"""The one decoder: embeds a step's tokens, runs the layers over the paged cache, gives logits.
+
+It holds weights and no state of any sequence: what a token sees is decided by the AttentionBatch
+and lies in the pools, so the same call serves chunks of prompts and decodes together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokenfleet.engine.model.mlp import DenseMlp, MoeMlp
+from tokenfleet.engine.model.spec import ModelSpec
+from tokenfleet.kernels.linear import PackedWeight, linear
+from tokenfleet.kernels.norm import add_rms_norm, rms_norm
+from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool, paged_attention
+from tokenfleet.kernels.rope_kv import rope_and_write_kv
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Attention of one layer: weights, and what distinguishes it from its neighbours."""
+
+    qkv: PackedWeight  # [(Hq + 2 Hkv) D, H]
+    o: PackedWeight  # [H, Hq D]
+    q_norm: Tensor | None  # [D], or [Hq D] when the norm runs over the whole projection
+    k_norm: Tensor | None  # [D], or [Hkv D]
+    cos_sin: Tensor  # float32 [max_model_len, rotary_dim]; layers of one rope share it
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer. A norm that is None does not exist (spec.TensorNames)."""
+
+    attention: Attention
+    mlp: DenseMlp | MoeMlp
+    attn_in: Tensor | None
+    attn_out: Tensor | None
+    mlp_in: Tensor | None
+    mlp_out: Tensor | None
+
+
+class Decoder:
+    """A loaded model. Made by loader.load_decoder; every weight lies on `device` in `dtype`."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        embedding: Tensor,
+        layers: Sequence[Layer],
+        final_norm: Tensor,
+        lm_head: PackedWeight,
+    ) -> None:
+        self.spec = spec
+        self.embedding = embedding  # [vocab_size, H]
+        self.layers = tuple(layers)
+        self.final_norm = final_norm
+        self.lm_head = lm_head
+        self.dtype = embedding.dtype
+        self.device = embedding.device
+        # rounded to the weights' dtype, as the models were trained
+        self._embedding_scale = torch.tensor(spec.embedding_scale).to(self.dtype).item()
+
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, pools: Sequence[KVPool]) -> Tensor:
+        """token_ids int64 [T] -> final hidden states [T, H], normed, in the model's dtype.
+
+        Writes the tokens' keys and values into `pools` (one a layer) at batch.slots.
+        """
+        residual = torch.nn.functional.embedding(token_ids, self.embedding)
+        if self._embedding_scale != 1.0:
+            residual *= self._embedding_scale
+        added: Tensor | None = None  # what the last sub-block gave, not yet in the residual stream
+        for layer, pool in zip(self.layers, pools, strict=True):
+            x, residual = self._enter(added, residual, layer.attn_in)
+            x = self._attend(x, layer.attention, batch, pool)
+            x, residual = self._enter(self._leave(x, layer.attn_out), residual, layer.mlp_in)
+            added = self._leave(layer.mlp(x), layer.mlp_out)
+        return self._enter(added, residual, self.final_norm)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Rows of `forward`'s result [R, H] -> float32 [R, vocab_size]."""
+        spec = self.spec
+        logits = linear(hidden, self.lm_head).float()
+        if spec.logit_divisor != 1.0:
+            logits = logits / spec.logit_divisor
+        if spec.logit_softcap is not None:
+            logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
+        return logits
+
+    def make_pools(self, num_blocks: int, block_size: int) -> list[KVPool]:
+        """One pool a layer with `num_blocks` blocks each, the null block among them."""
+        shape = (num_blocks, self.spec.num_kv_heads, block_size, self.spec.head_dim)
+
+        def zeros() -> Tensor:
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+        return [KVPool(zeros(), zeros()) for _ in self.layers]
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        """Bytes that one block takes, over all layers."""
+        values = self.spec.num_kv_heads * block_size * self.spec.head_dim
+        return 2 * len(self.layers) * values * self.dtype.itemsize
+
+    def _enter(
+        self, added: Tensor | None, residual: Tensor, norm: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(input of the next sub-block, residual stream with `added` in it)."""
+        eps, offset = self.spec.norm_eps, self.spec.norm_offset
+        if norm is None:
+            total = residual if added is None else residual + added
+            return total, total
+        if added is None:
+            return rms_norm(residual, norm, eps, weight_offset=offset), residual
+        return add_rms_norm(added, residual, norm, eps, weight_offset=offset)
+
+    def _leave(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        """A sub-block's output as it goes into the residual stream."""
+        if norm is not None:
+            x = rms_norm(x, norm, self.spec.norm_eps, weight_offset=self.spec.norm_offset)
+        if self.spec.residual_scale != 1.0:
+            x = x * self.spec.residual_scale
+        return x
+
+    def _attend(self, x: Tensor, a: Attention, batch: AttentionBatch, pool: KVPool) -> Tensor:
+        spec = self.spec
+        Hq, Hkv, D = spec.num_q_heads, spec.num_kv_heads, spec.head_dim
+        heads = linear(x, a.qkv).view(-1, Hq + 2 * Hkv, D)
+        q, k, v = heads[:, :Hq], heads[:, Hq : Hq + Hkv], heads[:, Hq + Hkv :]
+        if a.q_norm is not None and a.k_norm is not None:
+            q, k = self._qk_norm(q, a.q_norm), self._qk_norm(k, a.k_norm)
+        q = rope_and_write_kv(q, k, v, a.cos_sin, pool, batch)
+        mixed = paged_attention(
+            q,
+            pool,
+            batch,
+            scale=spec.attention_scale,
+            window=a.window,
+            softcap=spec.attention_softcap,
+        )
+        return linear(mixed.view(-1, Hq * D), a.o)
+
+    def _qk_norm(self, heads: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm of [T, heads, D] over D, or over all heads at once (qk_norm "projection")."""
+        eps, offset = self.spec.norm_eps, self.spec.norm_offset
+        if self.spec.qk_norm == "projection":
+            flat = heads.flatten(1)
+            return rms_norm(flat, weight, eps, weight_offset=offset).view(heads.shape)
+        return rms_norm(heads, weight, eps, weight_offset=offset)

@@ -1,0 +1,183 @@
+"""Weights from a checkpoint into a Decoder, layer by layer.
+
+A parameter is built from named tensors whose shapes are checked against the spec, so it is written
+in full and once; the checkpoint refuses what is left over. Beyond the model itself there is never
+more than one layer's projection in memory.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tokenfleet.engine.errors import CheckpointError, ConfigError
+from tokenfleet.engine.model.checkpoint import Checkpoint
+from tokenfleet.engine.model.decoder import Attention, Decoder, Layer
+from tokenfleet.engine.model.mlp import GATES, DenseMlp, MoeMlp
+from tokenfleet.engine.model.rope import cos_sin_table
+from tokenfleet.engine.model.spec import LayerSpec, ModelSpec, MoESpec
+from tokenfleet.kernels.linear import PackedWeight, pack_linear
+
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_FLOAT16_MAX = 65504.0
+
+
+def load_decoder(
+    path: Path,
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    quantization: str | None = None,
+) -> Decoder:
+    """The decoder of the checkpoint in directory `path`, its weights converted to `dtype`.
+
+    quantization: of the layers' projections, as pack_linear takes it; embeddings, output head,
+    routers and norms stay in `dtype`. Raises CheckpointError, naming file and tensor, and
+    ConfigError for float16 where the model is known to leave its range.
+    """
+    if dtype == torch.float16 and not spec.float16_safe:
+        raise ConfigError(
+            f"dtype float16 is too narrow for the activations of {spec.model_type};"
+            " use bfloat16 or float32"
+        )
+    with torch.no_grad(), Checkpoint(path) as checkpoint:
+        return _Loader(checkpoint, spec, dtype, torch.device(device), quantization).decoder()
+
+
+@dataclass(frozen=True, slots=True)
+class _Loader:
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    dtype: torch.dtype
+    device: torch.device
+    quantization: str | None
+
+    def decoder(self) -> Decoder:
+        spec = self.spec
+        tables = {
+            index: cos_sin_table(
+                spec.ropes[index] if index is not None else None, spec.max_model_len, self.device
+            )
+            for index in {layer.rope for layer in spec.layers}
+        }
+        embedding = self._tensor(_EMBEDDING, spec.vocab_size, spec.hidden_size)
+        return Decoder(
+            spec,
+            embedding=embedding,
+            layers=[
+                self._layer(f"model.layers.{i}.", layer, tables[layer.rope])
+                for i, layer in enumerate(spec.layers)
+            ],
+            final_norm=self._tensor("model.norm.weight", spec.hidden_size),
+            lm_head=self._head(embedding),
+        )
+
+    def _head(self, embedding: Tensor) -> PackedWeight:
+        """Tied to the embedding, unless the checkpoint brings a head of its own that differs."""
+        if self.spec.tie_embeddings and _HEAD not in self.checkpoint:
+            return pack_linear(embedding)
+        head = self._tensor(_HEAD, self.spec.vocab_size, self.spec.hidden_size)
+        same = self.spec.tie_embeddings and torch.equal(head, embedding)
+        return pack_linear(embedding if same else head)
+
+    def _layer(self, prefix: str, layer: LayerSpec, cos_sin: Tensor) -> Layer:
+        names = self.spec.names
+        return Layer(
+            attention=self._attention(prefix, layer, cos_sin),
+            mlp=self._moe(prefix, layer.moe)
+            if layer.moe
+            else self._mlp(
+                prefix, names.gate_up, names.down, layer.intermediate_size, bias=self.spec.mlp_bias
+            ),
+            attn_in=self._norm(prefix, names.attn_in),
+            attn_out=self._norm(prefix, names.attn_out),
+            mlp_in=self._norm(prefix, names.mlp_in),
+            mlp_out=self._norm(prefix, names.mlp_out),
+        )
+
+    def _attention(self, prefix: str, layer: LayerSpec, cos_sin: Tensor) -> Attention:
+        spec, names = self.spec, self.spec.names
+        q_rows, kv_rows = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        widths = {"none": None, "head": (spec.head_dim,) * 2, "projection": (q_rows, kv_rows)}
+        norm = widths[spec.qk_norm]
+        return Attention(
+            qkv=self._linear(
+                prefix, names.qkv, [q_rows, kv_rows, kv_rows], spec.hidden_size, bias=spec.qkv_bias
+            ),
+            o=self._linear(prefix, [names.o], [spec.hidden_size], q_rows, bias=spec.o_bias),
+            q_norm=self._tensor(f"{prefix}{names.q_norm}.weight", norm[0]) if norm else None,
+            k_norm=self._tensor(f"{prefix}{names.k_norm}.weight", norm[1]) if norm else None,
+            cos_sin=cos_sin,
+            window=layer.window,
+        )
+
+    def _mlp(
+        self, prefix: str, gate_up: Sequence[str], down: str, width: int, *, bias: bool
+    ) -> DenseMlp:
+        hidden = self.spec.hidden_size
+        return DenseMlp(
+            gate_up=self._linear(prefix, gate_up, [width, width], hidden, bias=bias),
+            down=self._linear(prefix, [down], [hidden], width, bias=bias),
+            gate=GATES[self.spec.activation],
+        )
+
+    def _moe(self, prefix: str, moe: MoESpec) -> MoeMlp:
+        names = self.spec.names
+        router = self._tensor(
+            f"{prefix}{names.router}.weight", moe.num_experts, self.spec.hidden_size
+        )
+        experts = tuple(
+            self._mlp(
+                prefix,
+                [name.format(e) for name in names.expert_gate_up],
+                names.expert_down.format(e),
+                moe.intermediate_size,
+                bias=False,
+            )
+            for e in range(moe.num_experts)
+        )
+        return MoeMlp(pack_linear(router), experts, moe.top_k, moe.renormalize)
+
+    def _norm(self, prefix: str, name: str | None) -> Tensor | None:
+        return self._tensor(f"{prefix}{name}.weight", self.spec.hidden_size) if name else None
+
+    def _linear(
+        self, prefix: str, parts: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool
+    ) -> PackedWeight:
+        """One projection from its parts, top to bottom; a single part holds all rows already."""
+        if len(parts) == 1:
+            rows = [sum(rows)]
+        weights = [self._view(f"{prefix}{part}.weight", n, columns) for part, n in zip(parts, rows)]
+        biases = [self._view(f"{prefix}{part}.bias", n) for part, n in zip(parts, rows) if bias]
+        return pack_linear(
+            self._stack(weights),
+            self._stack(biases) if biases else None,
+            quantization=self.quantization,
+        )
+
+    def _tensor(self, name: str, *shape: int) -> Tensor:
+        return self._stack([self._view(name, *shape)])
+
+    def _stack(self, views: Sequence[Tensor]) -> Tensor:
+        """Views of the files, one below the other, as one tensor of our own in dtype on device."""
+        rows = [len(view) for view in views]
+        whole = torch.empty((sum(rows), *views[0].shape[1:]), dtype=self.dtype, device=self.device)
+        for target, view in zip(whole.split(rows), views, strict=True):
+            target.copy_(view)
+        return whole
+
+    def _view(self, name: str, *shape: int) -> Tensor:
+        """A tensor of the checkpoint, which `dtype` can hold."""
+        view = self.checkpoint.take(name, shape)
+        if self.dtype == torch.float16 and view.dtype != torch.float16:
+            largest = view.abs().max().item() if view.numel() else 0.0
+            if not largest <= _FLOAT16_MAX:
+                raise CheckpointError(
+                    f"{self.checkpoint.file_of(name)}: tensor {name} reaches {largest:.6g}, beyond"
+                    f" float16's {_FLOAT16_MAX:g}; use bfloat16 or float32"
+                )
+        return view

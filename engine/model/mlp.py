@@ -1,0 +1,68 @@
+"""The two kinds of MLP of a decoder layer: dense, and a router over experts.
+
+Rows are independent: which tokens share a step changes the grouping by expert, never a row's sum,
+whose terms are always added in the order of its own choices.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokenfleet.engine.model.spec import Activation
+from tokenfleet.kernels.activation import gelu_tanh_mul, silu_mul
+from tokenfleet.kernels.linear import PackedWeight, linear
+
+GATES: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": silu_mul,
+    "gelu_tanh": gelu_tanh_mul,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMlp:
+    """x [T, H] -> down(act(gate) * up) [T, H]."""
+
+    gate_up: PackedWeight  # [2 I, H]: gate rows, then up rows
+    down: PackedWeight  # [H, I]
+    gate: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(self.gate(linear(x, self.gate_up)), self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class MoeMlp:
+    """x [T, H] -> the sum over each token's top_k experts, weighted by the router [T, H].
+
+    The counts per expert go to the host: one synchronisation a layer.
+    """
+
+    router: PackedWeight  # [E, H]
+    experts: tuple[DenseMlp, ...]
+    top_k: int
+    renormalize: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weights, chosen = self._route(x)
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)  # visits grouped by expert, tokens in order within
+        grouped = x[order // self.top_k]
+        counts = torch.bincount(flat, minlength=len(self.experts)).tolist()
+        visits = torch.empty_like(grouped)
+        start = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                visits[order[start : start + count]] = expert(grouped[start : start + count])
+                start += count
+        by_token = visits.view(-1, self.top_k, x.shape[1])
+        return (by_token * weights[..., None]).sum(dim=1)
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights in x's dtype and expert ids, both [T, top_k]; softmax over all experts in fp32."""
+        probabilities = torch.softmax(linear(x, self.router).float(), dim=-1)
+        weights, chosen = probabilities.topk(self.top_k, dim=-1)
+        if self.renormalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights.to(x.dtype), chosen
