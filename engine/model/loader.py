@@ -164,10 +164,12 @@ class _Loader:
 
     def _stack(self, views: Sequence[Tensor]) -> Tensor:
         """Views of the files, one below the other, as one tensor of our own in dtype on device."""
-        rows = [len(view) for view in views]
-        whole = torch.empty((sum(rows), *views[0].shape[1:]), dtype=self.dtype, device=self.device)
-        for target, view in zip(whole.split(rows), views, strict=True):
-            target.copy_(view)
+        rows = sum(len(view) for view in views)
+        whole = torch.empty((rows, *views[0].shape[1:]), dtype=self.dtype, device=self.device)
+        start = 0
+        for view in views:
+            whole[start : start + len(view)].copy_(view)
+            start += len(view)
         return whole
 
     def _view(self, name: str, *shape: int) -> Tensor:

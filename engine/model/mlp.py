@@ -60,7 +60,7 @@ class MoeMlp:
         return (by_token * weights[..., None]).sum(dim=1)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights in x's dtype and expert ids, both [T, top_k]; softmax over all experts in fp32."""
+        """Weights in x's dtype and expert ids, both [T, top_k]; softmax over all, in fp32."""
         probabilities = torch.softmax(linear(x, self.router).float(), dim=-1)
         weights, chosen = probabilities.topk(self.top_k, dim=-1)
         if self.renormalize:
