@@ -6,6 +6,8 @@ Rows are independent: a row's result does not depend on which other rows are in 
 import torch
 from torch import Tensor
 
+from tokenfleet.kernels.backend import DTYPE_CODES, compiled
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * (weight + weight_offset) over the last dimension.
@@ -13,17 +15,53 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.
     x [..., H] with unit stride in H; computed in fp32, rounded once to x's dtype.
     weight_offset is 1.0 for Gemma, whose checkpoints store weight - 1.
     """
-    return reference(x, weight, eps, weight_offset)
+    library = compiled(x)
+    if library is None or not _fits(x, weight):
+        return reference(x, weight, eps, weight_offset)
+    width = x.shape[-1]
+    inner, outer_stride, inner_stride = 1, width, 0
+    if x.is_contiguous():
+        outer = x.numel() // width
+    else:
+        outer, outer_stride = x.shape[0], x.stride(0)
+        if x.dim() == 3:
+            inner, inner_stride = x.shape[1], x.stride(1)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    library.tf_rms_norm(
+        x.data_ptr(), weight.data_ptr(), out.data_ptr(), outer, inner, width,
+        outer_stride, inner_stride, eps, weight_offset, DTYPE_CODES[x.dtype],
+    )  # fmt: skip
+    return out
+
+
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    """The compiled form takes contiguous rows, alone or as heads of a fused projection."""
+    return (
+        weight.dtype == x.dtype
+        and weight.is_contiguous()
+        and (x.is_contiguous() or (x.dim() <= 3 and x.stride(-1) == 1))
+    )
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual). The sum is rounded to x's dtype before the norm.
-
-    The caller's `residual` is given up: an implementation may return the sum in its memory.
-    """
-    return add_reference(x, residual, weight, eps, weight_offset)
+    """(rms_norm(x + residual), x + residual). The sum is rounded to x's dtype before the norm."""
+    library = compiled(x)
+    if library is None or not (
+        x.dtype == residual.dtype == weight.dtype
+        and x.is_contiguous()
+        and residual.is_contiguous()
+        and weight.is_contiguous()
+    ):
+        return add_reference(x, residual, weight, eps, weight_offset)
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    width = x.shape[-1]
+    library.tf_add_rms_norm(
+        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(),
+        x.numel() // width, width, eps, weight_offset, DTYPE_CODES[x.dtype],
+    )  # fmt: skip
+    return out, total
 
 
 def reference(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:

@@ -5,8 +5,10 @@ touch a block.
 """
 
 import torch
-from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool
 from torch import Tensor
+
+from tokenfleet.kernels.backend import DTYPE_CODES, compiled
+from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool
 
 
 def rope_and_write_kv(
@@ -26,7 +28,33 @@ def rope_and_write_kv(
     (i, i + rot_dim / 2), or (2i, 2i + 1) when interleaved. The rotation is computed in fp32; k and
     v are rounded to the pool's dtype. q, k, v may be views into one fused projection.
     """
-    return reference(q, k, v, cos_sin, pool, batch, interleaved=interleaved)
+    library = compiled(q)
+    if library is None or not _fits(q, k, v, cos_sin, pool):
+        return reference(q, k, v, cos_sin, pool, batch, interleaved=interleaved)
+    tokens, q_heads, dim = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype)
+    library.tf_rope_kv(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0),
+        cos_sin.data_ptr(), cos_sin.shape[1], out.data_ptr(), pool.k.data_ptr(), pool.v.data_ptr(),
+        batch.slots.data_ptr(), batch.positions.data_ptr(),
+        tokens, q_heads, k.shape[1], dim, pool.block_size,
+        interleaved, DTYPE_CODES[q.dtype], DTYPE_CODES[pool.k.dtype],
+    )  # fmt: skip
+    return out
+
+
+def _fits(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, pool: KVPool) -> bool:
+    """The compiled form takes one activation dtype and heads contiguous within a token."""
+    dim = q.shape[2]
+    return (
+        q.dtype == k.dtype == v.dtype
+        and cos_sin.dtype == torch.float32
+        and cos_sin.is_contiguous()
+        and pool.k.dtype in DTYPE_CODES
+        and pool.k.is_contiguous()
+        and pool.v.is_contiguous()
+        and all(x.stride(2) == 1 and x.stride(1) == dim for x in (q, k, v))
+    )
 
 
 def reference(

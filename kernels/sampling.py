@@ -43,10 +43,14 @@ class SamplingRows:
 
     def rows(self, index: Tensor) -> SamplingRows:
         """The parameters of some rows, by a bool mask or indices."""
-        picked = (
-            t[index] for t in (self.temperature, self.top_k, self.top_p, self.min_p, self.keys)
+        return SamplingRows(
+            self.temperature[index],
+            self.top_k[index],
+            self.top_p[index],
+            self.min_p[index],
+            self.keys[index],
+            self.filtered,
         )
-        return SamplingRows(*picked, filtered=self.filtered)
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+
 from tokenfleet.kernels import backend as backend_module
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool
 
@@ -131,7 +132,7 @@ def make_paged() -> Callable[..., Paged]:
     return make
 
 
-@pytest.fixture(params=["reference"])
+@pytest.fixture(params=["reference", "cpp"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every conformance test runs once per implementation."""
     with backend_module.using(request.param) as name:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from tokenfleet.kernels.activation import gelu_tanh_mul, silu_mul
 from tokenfleet.kernels.norm import add_rms_norm, rms_norm
 

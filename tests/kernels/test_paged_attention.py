@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from tokenfleet.kernels.paged_attention import KVPool, paged_attention
 
 pytestmark = pytest.mark.usefixtures("backend")

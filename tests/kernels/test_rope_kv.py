@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool
 from tokenfleet.kernels.rope_kv import rope_and_write_kv
 
