@@ -1,0 +1,223 @@
+"""The worker's side of the engine process: start it, feed it, hear from it, notice its death.
+
+A handle belongs to one child for life; when the child is gone, every event it sent has been
+delivered before `batches` ends, and a new handle takes over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tokenfleet.engine.config import EngineConfig
+from tokenfleet.engine.errors import CheckpointError, ConfigError, EngineError, UnsupportedModel
+from tokenfleet.engine.request import CoreEvent, EngineRequest
+from tokenfleet.engine.stats import StepStats
+from tokenfleet.worker import frames
+
+READ_BYTES = 1 << 18
+
+
+class EngineStartFailed(EngineError):
+    """The engine process ended before it was ready, for a reason that is not the user's."""
+
+
+_START_ERRORS: dict[str, type[EngineError]] = {
+    e.__name__: e for e in (CheckpointError, ConfigError, UnsupportedModel)
+}
+
+
+class Refusal(NamedTuple):
+    """The engine will not run this request; all others go on."""
+
+    id: str
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a started engine says about itself."""
+
+    slots: int
+    max_model_len: int
+    imports_s: float
+    model_s: float
+
+
+@dataclass(slots=True)
+class Batch:
+    """Everything the engine said since the last one, oldest first."""
+
+    events: list[CoreEvent]
+    refusals: list[Refusal]
+    stats: StepStats | None
+
+
+class EngineHandle:
+    """One engine process.
+
+    Args:
+        config: what its core is started with.
+        options: `simulated_step_s` and `fault`, both for tests.
+    """
+
+    def __init__(self, config: EngineConfig, options: dict[str, Any] | None = None) -> None:
+        self._config = config
+        self._options = options or {}
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+        self._buffer = frames.FrameBuffer()
+        self._crash: str | None = None
+        self.last_heard = time.monotonic()
+        """When the child last said anything; only it moves this."""
+        self.stepped = False
+        """Whether the child has finished a step."""
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id, once started."""
+        return self._process.pid if self._process else None
+
+    async def start(self) -> EngineInfo:
+        """Spawn the child and wait until its model is loaded.
+
+        Raises:
+            ConfigError, UnsupportedModel, CheckpointError: the child's, with its message.
+            EngineStartFailed: it died without one.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            ours.setblocking(False)
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "tokenfleet.worker.engine_child",
+                str(theirs.fileno()),
+                str(os.getpid()),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._writer.write(frames.encode(frames.INIT, _plain_config(self._config), self._options))
+        try:
+            return await self._ready()
+        except BaseException:
+            await self.kill()
+            raise
+
+    def add(self, request: EngineRequest) -> None:
+        """Send a request; what is wrong with it comes back as a Refusal."""
+        self._send(frames.ADD, frames.pack_request(request))
+
+    def abort(self, id: str, choice: int | None = None) -> None:
+        """Stop a request or one of its choices; unknown ids are ignored over there."""
+        self._send(frames.ABORT, id, choice)
+
+    async def batches(self) -> AsyncIterator[Batch]:
+        """What the engine says, until it is gone; see `cause_of_death` then."""
+        while found := await self._read_frames():
+            self.last_heard = time.monotonic()
+            yield self._as_batch(found)
+
+    async def cause_of_death(self) -> str:
+        """Why the child is gone, once `batches` has ended."""
+        code = await self.kill()
+        if self._crash:
+            return self._crash
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return f"exit code {code}"
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        """End the child politely, then surely."""
+        if self._process is None:
+            return
+        self._send(frames.STOP)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), timeout_s)
+        await self.kill()
+
+    async def kill(self) -> int:
+        """End the child now and reap it; returns its exit code (negative: a signal)."""
+        if self._process is None:
+            return 0
+        with contextlib.suppress(ProcessLookupError):
+            if self._process.returncode is None and self._crash is None:
+                await self._let_it_die()
+        code = await self._process.wait()
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+        return code
+
+    async def _let_it_die(self) -> None:
+        """A child that has closed its end is about to report its own exit code: do not mask it."""
+        assert self._process is not None
+        if self._reader.at_eof():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), 2.0)
+                return
+        self._process.kill()
+
+    async def _ready(self) -> EngineInfo:
+        for frame in await self._read_frames():
+            if frame[0] == frames.READY:
+                self.last_heard = time.monotonic()
+                return EngineInfo(**frame[1])
+            if frame[0] == frames.BROKEN:
+                raise _START_ERRORS.get(frame[1], EngineStartFailed)(frame[2])
+        code = await self.kill()
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        raise EngineStartFailed(f"the engine process ended before it was ready: {how}")
+
+    async def _read_frames(self) -> list[frames.Frame]:
+        """At least one frame, or none when the child is gone."""
+        found: list[frames.Frame] = []
+        while not found:
+            try:
+                data = await self._reader.read(READ_BYTES)
+            except ConnectionError:
+                return found
+            if not data:
+                return found
+            found = list(self._buffer.feed(data))
+        return found
+
+    def _as_batch(self, found: list[frames.Frame]) -> Batch:
+        batch = Batch([], [], None)
+        for frame in found:
+            kind = frame[0]
+            if kind == frames.STEP:
+                self.stepped = True
+                batch.events += [CoreEvent(*event) for event in frame[1]]
+                batch.stats = frames.unpack_stats(frame[2])
+            elif kind == frames.REFUSED:
+                batch.refusals.append(Refusal(*frame[1:]))
+            elif kind == frames.CRASHED:
+                self._crash = frame[1]
+        return batch
+
+    def _send(self, kind: str, *fields: Any) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(frames.encode(kind, *fields))
+
+
+def _plain_config(config: EngineConfig) -> dict[str, Any]:
+    plain = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    return plain | {"model": str(config.model)}
