@@ -27,6 +27,7 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _POINTER, _SIZE, _CODE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 SIGNATURES = {
+    "tf_paged_attention": [*[_POINTER] * 8, *[_SIZE] * 9, _FLOAT, _FLOAT, _CODE, _CODE],
     "tf_rms_norm": [*[_POINTER] * 3, *[_SIZE] * 5, _FLOAT, _FLOAT, _CODE],
     "tf_add_rms_norm": [*[_POINTER] * 5, _SIZE, _SIZE, _FLOAT, _FLOAT, _CODE],
     "tf_silu_mul": [_POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _CODE],

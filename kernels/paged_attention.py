@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tokenfleet.kernels.backend import DTYPE_CODES, compiled
+
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
@@ -67,7 +69,31 @@ def paged_attention(
     part in the softmax and has no value. Hq is a multiple of Hkv; query head h reads KV head
     h // (Hq / Hkv). A sequence with kv_len 0 gives zeros.
     """
-    return reference(q, pool, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    library = compiled(q)
+    if library is None or not _fits(q, pool, sinks):
+        return reference(q, pool, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    out = torch.empty(q.shape, dtype=q.dtype)
+    library.tf_paged_attention(
+        q.data_ptr(), pool.k.data_ptr(), pool.v.data_ptr(), out.data_ptr(),
+        batch.query_starts.data_ptr(), batch.kv_lens.data_ptr(), batch.block_tables.data_ptr(),
+        None if sinks is None else sinks.data_ptr(),
+        q.stride(0), q.stride(1), batch.block_tables.stride(0), batch.kv_lens.shape[0],
+        q.shape[1], pool.k.shape[1], q.shape[2], pool.k.shape[2], window or 0,
+        scale, softcap or 0.0, DTYPE_CODES[q.dtype], DTYPE_CODES[pool.k.dtype],
+    )  # fmt: skip
+    return out
+
+
+def _fits(q: Tensor, pool: KVPool, sinks: Tensor | None) -> bool:
+    """The compiled form takes whole vectors of 16 and contiguous blocks."""
+    return (
+        q.shape[2] % 16 == 0
+        and q.stride(2) == 1
+        and pool.k.dtype in DTYPE_CODES
+        and pool.k.is_contiguous()
+        and pool.v.is_contiguous()
+        and (sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous()))
+    )
 
 
 def reference(
