@@ -27,9 +27,8 @@ READY, BROKEN, REFUSED, STEP, CRASHED = "ready", "broken", "refused", "step", "c
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 << 20
 
-_PARAM_DEFAULTS = {
-    f.name: getattr(SamplingParams(), f.name) for f in dataclasses.fields(SamplingParams)
-}
+_DEFAULTS = SamplingParams()
+_PARAM_DEFAULTS = {f.name: getattr(_DEFAULTS, f.name) for f in dataclasses.fields(_DEFAULTS)}
 _STAT_NAMES = tuple(f.name for f in dataclasses.fields(StepStats))
 
 Frame = list[Any]

@@ -1,4 +1,4 @@
-"""The engine process's way out: events leave when the socket takes them, and merge while it does not.
+"""The engine process's way out: events leave when the socket takes them, and merge until then.
 
 Sending never blocks. What the worker has not read yet is held as at most one event per sequence,
 so that a worker that stands still costs memory for the tokens of the jobs in flight and no more.
