@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from tokenfleet.worker import demo_model
 
 

@@ -1,0 +1,91 @@
+"""Drives a Decoder by hand: block tables, slots and chunks, without the engine."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from tokenfleet.engine.model.decoder import Decoder
+from tokenfleet.engine.model.families import read_spec
+from tokenfleet.engine.model.loader import load_decoder
+from tokenfleet.kernels.paged_attention import AttentionBatch
+
+
+@dataclass
+class Driver:
+    """Runs sequences of a decoder; blocks are handed out in an order that is not sorted."""
+
+    decoder: Decoder
+    block_size: int = 4
+    num_blocks: int = 64
+    computed: list[int] = field(default_factory=list)  # tokens in the cache, a sequence
+    tables: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pools = self.decoder.make_pools(self.num_blocks, self.block_size)
+        for pool in self.pools:  # a result that reads what was never written shows itself
+            pool.k.fill_(torch.nan)
+            pool.v.fill_(torch.nan)
+        self._free = [b * 7 % self.num_blocks or 7 for b in range(1, self.num_blocks)]
+        self._free = list(dict.fromkeys(self._free))
+
+    def add(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.computed.append(0)
+            self.tables.append([])
+
+    def step(self, chunks: dict[int, Sequence[int]]) -> dict[int, torch.Tensor]:
+        """One forward pass over `chunks` (sequence -> its next tokens): logits of all of them."""
+        order = sorted(chunks, key=lambda s: (len(chunks[s]) != 1, s))
+        batch = self._batch(order, [len(chunks[s]) for s in order])
+        ids = torch.tensor([t for s in order for t in chunks[s]])
+        with torch.inference_mode():
+            logits = self.decoder.logits(self.decoder.forward(ids, batch, self.pools))
+        parts = logits.split([len(chunks[s]) for s in order])
+        return dict(zip(order, parts, strict=True))
+
+    def prefill(self, tokens: Sequence[int], chunk: int) -> torch.Tensor:
+        """A new sequence, `chunk` tokens a step: logits of every position."""
+        self.add()
+        s = len(self.tables) - 1
+        steps = [tokens[i : i + chunk] for i in range(0, len(tokens), chunk)]
+        return torch.cat([self.step({s: part})[s] for part in steps])
+
+    def _batch(self, order: list[int], lengths: list[int]) -> AttentionBatch:
+        positions, slots = [], []
+        for s, n in zip(order, lengths, strict=True):
+            for p in range(self.computed[s], self.computed[s] + n):
+                if p // self.block_size == len(self.tables[s]):
+                    self.tables[s].append(self._free.pop())
+                positions.append(p)
+                slots.append(
+                    self.tables[s][p // self.block_size] * self.block_size + p % self.block_size
+                )
+            self.computed[s] += n
+        kv_lens = [self.computed[s] for s in order]
+        width = max(len(self.tables[s]) for s in order)
+        tables = [self.tables[s] + [0] * (width - len(self.tables[s])) for s in order]
+        starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        return AttentionBatch(
+            query_starts=torch.tensor(starts, dtype=torch.int32),
+            kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
+            block_tables=torch.tensor(tables, dtype=torch.int32),
+            slots=torch.tensor(slots),
+            positions=torch.tensor(positions),
+            num_decodes=sum(n == 1 for n in lengths),
+            max_query_len=max(lengths),
+            max_kv_len=max(kv_lens),
+        )
+
+
+@pytest.fixture
+def driver() -> Callable[..., Driver]:
+    """driver(path, max_model_len=None, dtype=torch.float32) -> Driver of a fresh decoder."""
+
+    def make(path: Path, *, max_model_len: int | None = None, dtype=torch.float32) -> Driver:
+        spec = read_spec(path, max_model_len=max_model_len)
+        return Driver(load_decoder(path, spec, dtype=dtype, device="cpu"))
+
+    return make
