@@ -1,5 +1,7 @@
 """Drives a Decoder by hand: block tables, slots and chunks, without the engine."""
 
+import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,5 +89,30 @@ def driver() -> Callable[..., Driver]:
     def make(path: Path, *, max_model_len: int | None = None, dtype=torch.float32) -> Driver:
         spec = read_spec(path, max_model_len=max_model_len)
         return Driver(load_decoder(path, spec, dtype=dtype, device="cpu"))
+
+    return make
+
+
+@pytest.fixture
+def edited(tmp_path) -> Callable[..., Path]:
+    """edited(path, config=None, index=None) -> a copy whose JSON files went through the functions.
+
+    Weights are links to the original's: replace them, do not write into them.
+    """
+
+    def make(path: Path, *, config=None, index=None) -> Path:
+        copy = tmp_path / "edited"
+        copy.mkdir()
+        for file in path.iterdir():
+            if file.suffix == ".safetensors":
+                (copy / file.name).symlink_to(file)
+            else:
+                shutil.copy(file, copy)
+        for name, edit in (("config.json", config), ("model.safetensors.index.json", index)):
+            if edit is not None:
+                content = json.loads((copy / name).read_text())
+                edit(content)
+                (copy / name).write_text(json.dumps(content))
+        return copy
 
     return make
