@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from tokenfleet.producer import wire
@@ -27,11 +27,11 @@ class JobRequest:
 
     model: str
     """The name that workers serve; one without a worker waits for one."""
-    prompt: str | None = None
-    """Exactly one of prompt, messages, prompt_token_ids is set."""
-    messages: tuple[Mapping[str, Any], ...] | None = None
+    prompt: str | None = field(default=None, repr=False)
+    """Exactly one of prompt, messages, prompt_token_ids is set. They stay out of the repr: logs."""
+    messages: tuple[Mapping[str, Any], ...] | None = field(default=None, repr=False)
     """Chat messages; the worker applies the model's chat template."""
-    prompt_token_ids: tuple[int, ...] | None = None
+    prompt_token_ids: tuple[int, ...] | None = field(default=None, repr=False)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     priority: str = "default"
     tenant: str = "default"
@@ -58,9 +58,12 @@ class JobRequest:
         _check_times(self)
         _check_carried(self)
 
-    def pack(self, max_bytes: int = MAX_JOB_BYTES) -> bytes:
-        """The bytes for Redis. Raises InvalidJob above `max_bytes`."""
-        packed = wire.pack(wire.wire_of(self))
+    def pack(self, max_bytes: int = MAX_JOB_BYTES, trace: Mapping[str, str] | None = None) -> bytes:
+        """The bytes for Redis. Raises InvalidJob above `max_bytes`.
+
+        `trace`: a carrier with traceparent and tracestate, put in place of the job's own.
+        """
+        packed = wire.pack({**wire.wire_of(self), **(trace or {})})
         if len(packed) > max_bytes:
             raise InvalidJob(
                 "job",
@@ -69,14 +72,6 @@ class JobRequest:
                 "or raise max_job_bytes",
             )
         return packed
-
-    def traced(self, carrier: Mapping[str, str]) -> JobRequest:
-        """The same job with the trace context of `carrier`."""
-        return replace(
-            self,
-            traceparent=carrier.get("traceparent"),
-            tracestate=carrier.get("tracestate"),
-        )
 
     @classmethod
     def unpack(cls, packed: bytes) -> JobRequest:

@@ -13,6 +13,7 @@ from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 import msgpack
+
 from tokenfleet.producer.errors import InvalidJob, UndecodableJob
 
 SCHEMA_VERSION = 1

@@ -1,0 +1,61 @@
+-- submit: put jobs into their queues, each exactly once however often the call is repeated.
+--
+-- KEYS[1..3]   live, delay, deadline
+-- then per job job hash, queue stream, idempotency key (the job hash again when it has none)
+-- ARGV[3]      number of fields per job (12)
+-- then per job id, request, model, priority, tenant, deadline ms after now (0: none),
+--              delay ms, max failures ('' : the worker's), on_disconnect, payload digest,
+--              has an idempotency key (1/0), traceparent
+-- Returns per job {outcome, id}: 0 accepted (or accepted by an earlier call with this id),
+--              1 the same job is there under this idempotency key, 2 another one is.
+-- If it never runs: nothing was accepted. If its reply is lost: repeat it with the same ids.
+
+local now, width, replies = now_ms(), tonumber(ARGV[3]), {}
+
+local function known(idem, digest)
+  local found = redis.call('GET', idem)
+  if not found then return nil end
+  local id, first = string.match(found, '^(%S+) (%S+)$')
+  if redis.call('EXISTS', job_key(id)) == 0 then return nil end
+  return { first == digest and 1 or 2, id }
+end
+
+local function accept(a, job, queue, idem)
+  local id, deadline, delay = ARGV[a], tonumber(ARGV[a + 5]), tonumber(ARGV[a + 6])
+  if deadline > 0 then deadline = now + deadline end
+  local hash = {
+    'state', 'waiting', 'attempt', 0, 'failures', 0, 'offset', 0, 'last', '0-0',
+    'request', ARGV[a + 1], 'model', ARGV[a + 2], 'priority', ARGV[a + 3], 'tenant', ARGV[a + 4],
+    'submitted', now, 'deadline', deadline,
+  }
+  local function also(name, value) hash[#hash + 1] = name; hash[#hash + 1] = value end
+  if ARGV[a + 7] ~= '' then also('max_failures', ARGV[a + 7]) end
+  if ARGV[a + 8] ~= 'continue' then also('on_disconnect', ARGV[a + 8]) end
+  if ARGV[a + 11] ~= '' then also('traceparent', ARGV[a + 11]) end
+  if ARGV[a + 10] == '1' then
+    also('idem', idem)
+    redis.call('SET', idem, id .. ' ' .. ARGV[a + 9])
+  end
+  if delay > 0 then
+    also('due', now + delay)
+    redis.call('ZADD', KEYS[2], now + delay, id)
+  else
+    also('stream', queue)
+    also('entry', redis.call('XADD', queue, '*', 'j', id))
+  end
+  redis.call('HSET', job, unpack(hash))
+  redis.call('ZADD', KEYS[1], now, id)
+  if deadline > 0 then redis.call('ZADD', KEYS[3], deadline, id) end
+  return { 0, id }
+end
+
+local k = 4
+for a = 4, #ARGV, width do
+  local job, queue, idem = KEYS[k], KEYS[k + 1], KEYS[k + 2]
+  local reply = nil
+  if redis.call('EXISTS', job) == 1 then reply = { 0, ARGV[a] } end
+  if not reply and ARGV[a + 10] == '1' then reply = known(idem, ARGV[a + 9]) end
+  replies[#replies + 1] = reply or accept(a, job, queue, idem)
+  k = k + 3
+end
+return replies

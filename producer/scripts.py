@@ -1,0 +1,54 @@
+"""The Lua scripts: every move of a job is one of them, run in one piece inside Redis.
+
+`common.lua` stands in front of each. A script is called by its digest, and sent once when the
+server does not know it (a restart, SCRIPT FLUSH, a replica promoted).
+
+Invariant: a script's text is fixed at import; its digest names exactly that text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import sha1
+from importlib.resources import files
+from typing import Any, Protocol
+
+from redis.exceptions import NoScriptError
+
+
+class Executor(Protocol):
+    """What a redis-py asyncio client (plain or cluster) offers for our use."""
+
+    async def execute_command(self, *args: Any, **kwargs: Any) -> Any:
+        """Send one command and return its reply."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """One script, with the common part in front."""
+
+    name: str
+    text: str
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        digest = sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+        object.__setattr__(self, "digest", digest)
+
+    async def run(self, client: Executor, keys: list[str], args: list[Any]) -> Any:
+        """One EVALSHA; EVAL once when the server does not know the script."""
+        try:
+            return await client.execute_command("EVALSHA", self.digest, len(keys), *keys, *args)
+        except NoScriptError:
+            return await client.execute_command("EVAL", self.text, len(keys), *keys, *args)
+
+
+def load(package: str, name: str) -> Script:
+    """The script `<name>.lua` of a package of scripts."""
+    common = files("tokenfleet.producer.lua").joinpath("common.lua").read_text()
+    return Script(name, common + "\n" + files(package).joinpath(f"{name}.lua").read_text())
+
+
+SUBMIT = load("tokenfleet.producer.lua", "submit")
+CANCEL = load("tokenfleet.producer.lua", "cancel")
+READ = load("tokenfleet.producer.lua", "read")

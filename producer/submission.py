@@ -1,0 +1,151 @@
+"""Sends jobs: packs them, spreads them over partitions, and puts each batch into one script call.
+
+Invariant: a job's id is fixed before the first try, so a repeated call cannot make two jobs of one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from tokenfleet.producer import keys
+from tokenfleet.producer.connection import Connection
+from tokenfleet.producer.errors import IdempotencyMismatch
+from tokenfleet.producer.request import MAX_JOB_BYTES, JobRequest
+from tokenfleet.producer.scripts import SUBMIT
+
+_FIELDS = 12
+_BATCH = 128
+_BATCH_BYTES = 1 << 20
+_IN_FLIGHT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A job with its id, packed."""
+
+    id: str
+    partition: int
+    request: JobRequest
+    packed: bytes
+    traceparent: str
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A job that Redis has. `deduplicated`: an earlier submission made it."""
+
+    id: str
+    deduplicated: bool
+
+
+class Submission:
+    """Submits jobs through one connection."""
+
+    def __init__(self, connection: Connection, *, max_job_bytes: int = MAX_JOB_BYTES) -> None:
+        self._connection = connection
+        self._max_job_bytes = max_job_bytes
+        self._next_partition = 0
+
+    def draft(self, request: JobRequest, trace: Mapping[str, str] | None = None) -> Draft:
+        """Give a job its id and its bytes. Raises InvalidJob when it is too large."""
+        partition = self._partition_for(request)
+        trace = trace or _own_trace(request)
+        packed = request.pack(self._max_job_bytes, trace)
+        job_id = keys.new_job_id(partition)
+        return Draft(job_id, partition, request, packed, trace.get("traceparent", ""))
+
+    async def send(self, drafts: Sequence[Draft]) -> list[Accepted]:
+        """Submit all; the replies are in the order of `drafts`.
+
+        Raises IdempotencyMismatch for the first job that met another one's key; jobs without that
+        trouble have been submitted then.
+        """
+        replies: dict[str, tuple[int, str]] = {}
+        gate = asyncio.Semaphore(_IN_FLIGHT)
+
+        async def send_batch(batch: list[Draft]) -> None:
+            async with gate:
+                answers = await self._call(batch)
+            for draft, (outcome, job_id) in zip(batch, answers):
+                replies[draft.id] = (outcome, job_id.decode())
+
+        await asyncio.gather(*(send_batch(batch) for batch in _batches(drafts)))
+        return [_accepted(draft, *replies[draft.id]) for draft in drafts]
+
+    async def _call(self, batch: list[Draft]) -> Any:
+        partition = batch[0].partition
+        names = self._connection.keys(partition)
+        script_keys = [names.live, names.delay, names.deadline]
+        args: list[Any] = [_FIELDS]
+        for draft in batch:
+            request = draft.request
+            job = names.job(draft.id)
+            key = request.idempotency_key
+            idem = job if key is None else names.idempotency(request.tenant, key)
+            script_keys += (job, names.queue(request.model, request.priority), idem)
+            args += _arguments(draft)
+        return await self._connection.run(
+            SUBMIT, partition, script_keys, args, patience_s=self._connection.connect_timeout_s
+        )
+
+    def _partition_for(self, request: JobRequest) -> int:
+        partitions = self._connection.partitions
+        if request.idempotency_key is not None:
+            return keys.partition_for_key(request.tenant, request.idempotency_key, partitions)
+        self._next_partition = (self._next_partition + 1) % partitions
+        return self._next_partition
+
+
+def _arguments(draft: Draft) -> tuple[Any, ...]:
+    request = draft.request
+    keyed = request.idempotency_key is not None
+    return (
+        draft.id,
+        draft.packed,
+        request.model,
+        request.priority,
+        request.tenant,
+        0 if request.deadline_s is None else max(1, round(request.deadline_s * 1000)),
+        round(request.delay_s * 1000),
+        "" if request.max_failures is None else request.max_failures,
+        request.on_disconnect,
+        _digest(request) if keyed else "",
+        int(keyed),
+        draft.traceparent,
+    )
+
+
+def _digest(request: JobRequest) -> str:
+    """Of what was asked; the trace it was asked in does not count."""
+    blank = {"traceparent": "", "tracestate": ""}
+    return blake2b(request.pack(1 << 62, blank), digest_size=16).hexdigest()
+
+
+def _own_trace(request: JobRequest) -> dict[str, str]:
+    given = {"traceparent": request.traceparent, "tracestate": request.tracestate}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _batches(drafts: Sequence[Draft]) -> Iterator[list[Draft]]:
+    """Drafts of one partition together, bounded in number and bytes."""
+    groups: dict[int, list[Draft]] = {}
+    sizes: dict[int, int] = {}
+    for draft in drafts:
+        group = groups.setdefault(draft.partition, [])
+        size = sizes.get(draft.partition, 0) + len(draft.packed)
+        if group and (len(group) >= _BATCH or size > _BATCH_BYTES):
+            yield groups.pop(draft.partition)
+            group, size = groups.setdefault(draft.partition, []), len(draft.packed)
+        group.append(draft)
+        sizes[draft.partition] = size
+    yield from groups.values()
+
+
+def _accepted(draft: Draft, outcome: int, job_id: str) -> Accepted:
+    if outcome == 2:
+        raise IdempotencyMismatch(draft.request.idempotency_key or "", job_id)
+    return Accepted(job_id, outcome == 1)

@@ -1,0 +1,153 @@
+"""What a worker holds and hands over: claimed jobs, emissions, and what Redis said of them.
+
+Invariant: the events of one emission follow each other without a gap, and a terminal event, where
+there is one, is the last and carries no token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from tokenfleet.producer.errors import TokenfleetError
+from tokenfleet.producer.keys import partition_of
+from tokenfleet.producer.protocol import Event, JobRequest, JobResult, State
+
+FENCED, BEHIND, CANCELLED, EXPIRED = 1, 2, 4, 8
+"""Bits of what emit and renew say of a job."""
+
+Item = TypeVar("Item")
+
+
+class LogBehind(TokenfleetError):
+    """Redis has lost part of the job's log: send again from `logged`."""
+
+    def __init__(self, job_id: str, logged: int) -> None:
+        super().__init__(f"the log of job {job_id} ends at offset {logged}; send again from there")
+        self.job_id = job_id
+        self.logged = logged
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedJob:
+    """A job under this worker's lease, as it was when claimed."""
+
+    id: str
+    attempt: int
+    """The fencing token: goes with every call about the job."""
+    request: JobRequest
+    offset: int
+    """Output tokens in the log: where this attempt goes on."""
+    logged: tuple[Event, ...]
+    """What earlier attempts logged; empty on a first claim."""
+    failures: int
+    priority: str
+    deadline_ms: int | None
+    submitted_ms: int
+    claimed_ms: int
+    """Server's clock, as the others."""
+    stream: str = field(repr=False, default="")
+    entry: str = field(repr=False, default="")
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """New events of one job. They follow each other from start_offset without a gap."""
+
+    job_id: str
+    attempt: int
+    start_offset: int
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EmitOutcome:
+    """What emit found out, as job ids."""
+
+    fenced: frozenset[str]
+    """Another attempt's, or ended: stop and throw away."""
+    behind: frozenset[str]
+    """Nothing was written: the log does not end at start_offset, see `logged`."""
+    cancelled: frozenset[str]
+    """To be ended: someone asked, the subscribers left, or the deadline passed."""
+    expired: frozenset[str] = frozenset()
+    """Those of `cancelled` whose deadline passed."""
+    logged: Mapping[str, int] = field(default_factory=dict)
+    """Offset that the log ends at, for those behind."""
+
+
+def claimed_job(raw: Sequence[Any], now_ms: int) -> ClaimedJob:
+    """The job in one line of claim's reply. Raises UndecodableJob."""
+    job_id, attempt, packed, offset, failures, priority, deadline, submitted = raw[:8]
+    return ClaimedJob(
+        id=text(job_id),
+        attempt=attempt,
+        request=JobRequest.unpack(packed),
+        offset=offset,
+        logged=tuple(Event.unpack(payload) for payload in raw[10]),
+        failures=failures,
+        priority=text(priority),
+        deadline_ms=deadline or None,
+        submitted_ms=submitted,
+        claimed_ms=now_ms,
+        stream=text(raw[8]),
+        entry=text(raw[9]),
+    )
+
+
+def outcome_of(codes: Mapping[str, int], logged: Mapping[str, int]) -> EmitOutcome:
+    """What emit's codes mean."""
+
+    def having(bits: int) -> frozenset[str]:
+        return frozenset(job_id for job_id, code in codes.items() if code & bits)
+
+    return EmitOutcome(
+        fenced=having(FENCED),
+        behind=having(BEHIND),
+        cancelled=having(CANCELLED | EXPIRED),
+        expired=having(EXPIRED),
+        logged=logged,
+    )
+
+
+def flat(events: Iterable[Event]) -> list[Any]:
+    """Events as the scripts take them: offset after each, then its payload."""
+    return [part for event in events for part in (event.end, event.pack())]
+
+
+def split_final(events: Sequence[Event]) -> tuple[Sequence[Event], bytes]:
+    """The events before the end, and the packed terminal event; empty when there is none.
+
+    A terminal event with tokens becomes two: the log's ids tell tokens and ends apart.
+    """
+    if not events or not events[-1].final:
+        return events, b""
+    final = events[-1]
+    if not final.token_ids:
+        return events[:-1], final.pack()
+    tokens = replace(final, final=False, error=None)
+    final = replace(
+        final, offset=final.end, token_ids=(), text="", logprobs=None, prompt_logprobs=None
+    )
+    return [*events[:-1], tokens], final.pack()
+
+
+def last_reason(state: State, result: JobResult | None) -> str:
+    """The finish reason of a terminal event that the script makes."""
+    if result is not None and result.finish_reason:
+        return result.finish_reason
+    return {State.FAILED: "error", State.FINISHED: "stop"}.get(state, state.value)
+
+
+def by_partition(items: Iterable[Item], job_id: Callable[[Item], str]) -> dict[int, list[Item]]:
+    """Items by the partition that their job lives in: one call each."""
+    groups: dict[int, list[Item]] = {}
+    for item in items:
+        groups.setdefault(partition_of(job_id(item)), []).append(item)
+    return groups
+
+
+def text(value: Any) -> str:
+    """A reply that is text."""
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,62 @@
+"""Wakes an idle worker when a job may be there, without claiming anything.
+
+One blocking XREAD per partition waits for entries behind those that the last claim left. It stays
+under the socket's timeout, and a call that is still waiting when the worker turns to other things
+is kept for the next wait: to cancel it would cost its connection.
+
+Invariant: an entry added after the last claim ends the next wait at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tokenfleet.producer.connection import Connection
+from tokenfleet.producer.errors import BrokerUnavailable
+
+BLOCK_MS = 2000
+
+
+class Doorbell:
+    """Waits on the queues of one model."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._seen: dict[int, dict[str, str]] = {}
+        self._calls: dict[int, asyncio.Task[Any]] = {}
+
+    def seen(self, partition: int, lasts: dict[str, str]) -> None:
+        """After a claim that emptied the queues: the last entry of each."""
+        self._seen[partition] = lasts
+
+    async def wait(self, timeout_s: float) -> bool:
+        """True when something may be there. Raises BrokerUnavailable."""
+        for partition in self._seen:
+            if partition not in self._calls:
+                call = asyncio.create_task(self._call(partition), name="doorbell")
+                self._calls[partition] = call
+        if not self._calls:
+            return True
+        done, _ = await asyncio.wait(
+            self._calls.values(), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        self._calls = {p: call for p, call in self._calls.items() if call not in done}
+        results = [call.result() for call in done]  # all of them: an error must not go unseen
+        return any(results)
+
+    async def aclose(self) -> None:
+        """Stop waiting."""
+        calls, self._calls = list(self._calls.values()), {}
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _call(self, partition: int) -> bool:
+        lasts = self._seen[partition]
+        command = ["XREAD", "COUNT", 1, "BLOCK", BLOCK_MS, "STREAMS", *lasts, *lasts.values()]
+        try:
+            return bool(await self._connection.once(*command))
+        except BrokerUnavailable:
+            await asyncio.sleep(0.05)
+            raise

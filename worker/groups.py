@@ -1,0 +1,87 @@
+"""Consumer groups, their backlog, and the worker table: what is known of the fleet as a whole.
+
+Invariant: nothing here touches a job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from redis.exceptions import ResponseError
+
+from tokenfleet.producer.connection import Connection
+from tokenfleet.producer.errors import BrokerUnsupported
+from tokenfleet.producer.keys import GROUP
+from tokenfleet.producer.scripts import load
+from tokenfleet.worker.claims import text
+
+HEARTBEAT = load("tokenfleet.worker.lua", "heartbeat")
+
+
+class Groups:
+    """The group `workers` on the queues of one worker, and the worker's line in the table."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def ensure(self, streams: Iterable[str]) -> None:
+        """Make streams and groups that are not there. A group starts at the first entry."""
+        for stream in streams:
+            try:
+                await self._connection.execute("XGROUP CREATE", stream, GROUP, "0", "MKSTREAM")
+            except ResponseError as error:
+                if not str(error).startswith("BUSYGROUP"):
+                    raise
+
+    async def policy_warnings(self) -> list[str]:
+        """What is dangerous in the server's settings, as sentences; empty where one may not ask."""
+        try:
+            found = await self._connection.execute("CONFIG GET", "maxmemory-policy")
+        except (ResponseError, BrokerUnsupported):
+            return []
+        policy = {text(name): text(value) for name, value in dict(found).items()}
+        name = policy.get("maxmemory-policy", "noeviction")
+        if name == "noeviction":
+            return []
+        return [f"maxmemory-policy is {name}: Redis may drop jobs; set it to noeviction"]
+
+    async def waiting(self, streams: Iterable[str]) -> int:
+        """Entries that nobody holds.
+
+        From lengths and pending entries: the group's own lag is wrong after a delete.
+        """
+        total = 0
+        for stream in streams:
+            length = int(await self._connection.execute("XLEN", stream))
+            total += max(0, length - sum((await self._held(stream)).values()))
+        return total
+
+    async def leave(self, streams: Iterable[str], worker_id: str) -> None:
+        """Take the worker's name off the groups in which it holds nothing."""
+        for stream in streams:
+            if (await self._held(stream)).get(worker_id, 0) == 0:
+                try:
+                    await self._connection.execute("XGROUP DELCONSUMER", stream, GROUP, worker_id)
+                except ResponseError:
+                    continue  # the group or its stream is gone, and the name with it
+
+    async def heartbeat(
+        self, worker_id: str, line: Mapping[str, str | int | float], *, ttl_ms: int
+    ) -> int:
+        """Write the worker's line for `ttl_ms`; 0 takes it away. Returns the server's ms."""
+        values = [part for pair in line.items() for part in pair]
+        now = 0
+        for partition in range(self._connection.partitions):
+            names = self._connection.keys(partition)
+            keys = [names.workers, names.worker(worker_id)]
+            args = [worker_id, ttl_ms, *values]
+            now = await self._connection.run(HEARTBEAT, partition, keys, args, patience_s=0.5)
+        return now
+
+    async def _held(self, stream: str) -> dict[str, int]:
+        """Entries held in the group, by worker."""
+        try:
+            summary = await self._connection.execute("XPENDING", stream, GROUP)
+        except ResponseError:
+            return {}  # the group or its stream is gone; the next claim makes it again
+        return {text(one["name"]): int(one["pending"]) for one in summary["consumers"] or ()}

@@ -1,0 +1,48 @@
+-- emit: log and announce what a worker's running jobs have made, for all of them at once.
+--
+-- KEYS    per job: job hash, event log
+-- ARGV[3] and on, per job: id, attempt, start offset, number of events, then per event the offset
+--         after it and its payload
+-- Returns per job {code, offset logged}. code is a sum: 1 fenced (another attempt, or ended: stop, throw away),
+--         2 behind (the log does not end where these events start: nothing was written, go on from
+--         the offset returned), 4 cancel was asked for, 8 the deadline has passed.
+-- If it never runs: nothing is visible; the same events may be sent again, also merged with later
+--         ones as long as their boundaries stay. If its reply is lost: the repeated call skips what is logged.
+
+local now, replies, a = now_ms(), {}, 3
+
+local function watch(id, job, key, heard)
+  if job.on_disconnect ~= 'cancel' or not job.watched or heard == nil then return false end
+  if heard > 0 then
+    if job.alone then redis.call('HDEL', key, 'alone') end
+    return false
+  end
+  if not job.alone then redis.call('HSET', key, 'alone', now) end
+  return now - tonumber(job.alone or now) >= GRACE_MS
+end
+
+local function emit(key, id, attempt, start, events)
+  local job = fields(key, 'state', 'attempt', 'offset', 'last', 'cancel', 'deadline', 'on_disconnect', 'watched', 'alone')
+  if job.state ~= 'running' or job.attempt ~= attempt then return { 1, 0 } end
+  local code, offset, last, heard = 0, append_events(id, job, start, events)
+  if offset == nil then
+    code, offset = 2, tonumber(job.offset)
+  else
+    redis.call('HSET', key, 'offset', offset, 'last', last)
+    if watch(id, job, key, heard) then
+      redis.call('HSET', key, 'cancel', 1)
+      job.cancel = '1'
+    end
+  end
+  if job.cancel then code = code + 4 end
+  if past(job.deadline, now) then code = code + 8 end
+  return { code, offset }
+end
+
+for k = 1, #KEYS, 2 do
+  local events = {}
+  for i = 1, 2 * tonumber(ARGV[a + 3]) do events[i] = ARGV[a + 3 + i] end
+  replies[#replies + 1] = emit(KEYS[k], ARGV[a], ARGV[a + 1], tonumber(ARGV[a + 2]), events)
+  a = a + 4 + #events
+end
+return replies

@@ -1,0 +1,21 @@
+-- heartbeat: a worker's line in the worker table, or its leaving.
+--
+-- KEYS[1] workers, KEYS[2] the worker's hash
+-- ARGV[3] worker, ARGV[4] ms until it counts as gone (0: it leaves now), then fields and values
+-- Returns the server's time in ms.
+-- If it never runs: the worker is not shown, and its model may look unserved. No job depends on it.
+
+local now, ttl = now_ms(), tonumber(ARGV[4])
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - 3600 * 1000)
+if ttl == 0 then
+  redis.call('ZREM', KEYS[1], ARGV[3])
+  redis.call('DEL', KEYS[2])
+  return now
+end
+redis.call('ZADD', KEYS[1], now, ARGV[3])
+redis.call('DEL', KEYS[2])
+local values = { 'seen', now }
+for i = 5, #ARGV do values[#values + 1] = ARGV[i] end
+redis.call('HSET', KEYS[2], unpack(values))
+redis.call('PEXPIRE', KEYS[2], ttl)
+return now

@@ -1,0 +1,41 @@
+-- repair: give back their queue entry to jobs that lost it with a stream.
+--
+-- KEYS[1] live
+-- ARGV[3] first rank to look at, ARGV[4] how many, ARGV[5] model
+-- Returns {next rank (0: the walk is over), jobs put back}.
+-- If it never runs: such a job waits for ever; nothing else depends on it.
+--
+-- `live` is walked in slices. A waiting job without an entry goes to the front of its class. A running
+-- one gets an entry that the next claim hands to its owner: its lease goes on, or ends.
+
+local first, count, put_back = tonumber(ARGV[3]), tonumber(ARGV[4]), 0
+
+local function missing(job)
+  return #redis.call('XRANGE', job.stream, job.entry, job.entry) == 0
+end
+
+local function look(id)
+  local job = fields(job_key(id), 'state', 'stream', 'entry', 'due', 'model', 'priority')
+  if not job.state then
+    redis.call('ZREM', KEYS[1], id)
+    return true
+  end
+  if job.model ~= ARGV[5] then return false end
+  if job.state == 'waiting' and job.due then
+    redis.call('ZADD', P .. ':delay', 'NX', job.due, id)
+  elseif job.state == 'waiting' and (not job.stream or missing(job)) then
+    enqueue(id, queue_of(job) .. ':front')
+    put_back = put_back + 1
+  elseif job.state == 'running' and missing(job) then
+    redis.call('HSET', job_key(id), 'entry', redis.call('XADD', job.stream, '*', 'j', id))
+    put_back = put_back + 1
+  end
+  return false
+end
+
+local ids = redis.call('ZRANGE', KEYS[1], first, first + count - 1)
+local gone = 0
+for _, id in ipairs(ids) do
+  if look(id) then gone = gone + 1 end
+end
+return { #ids < count and 0 or first + count - gone, put_back }

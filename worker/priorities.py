@@ -1,0 +1,59 @@
+"""In which order the classes of jobs are served, so that urgent jobs go first and none starves.
+
+Every class but the first earns a floor: a share of the jobs claimed. What it has earned is offered
+to it before anyone else; everything beyond goes strictly by urgency.
+
+Invariant: a class that always has jobs waiting gets at least its floor of the claims, and a class
+cannot save up more than one claim's worth while it has nothing to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tokenfleet.producer.keys import PRIORITIES
+
+FLOORS: Mapping[str, float] = {"interactive": 0.0, "default": 0.15, "batch": 0.05}
+"""Share of the claims that a class gets even when more urgent ones never end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """At most `count` jobs from the queues of `priority`."""
+
+    priority: str
+    count: int
+
+
+class ClassOrder:
+    """Plans claims, and learns from what they brought. One per worker."""
+
+    def __init__(self, floors: Mapping[str, float] = FLOORS) -> None:
+        self._floors = dict(floors)
+        self._earned = dict.fromkeys(PRIORITIES, 0.0)
+
+    def plan(self, count: int) -> list[Offer]:
+        """Offers for a claim of up to `count` jobs: what was earned first, then by urgency."""
+        offers = []
+        left = count
+        for priority in reversed(PRIORITIES):
+            due = min(left, int(self._earned[priority]))
+            if due > 0:
+                offers.append(Offer(priority, due))
+                left -= due
+        return offers + [Offer(priority, count) for priority in PRIORITIES]
+
+    def claimed(self, by_class: Mapping[str, int], *, count: int) -> None:
+        """Account for a claim of up to `count` jobs that brought `by_class`.
+
+        A claim that was not filled has emptied the queues: nothing is owed to anyone.
+        """
+        total = sum(by_class.values())
+        for priority in PRIORITIES:
+            if total < count:
+                self._earned[priority] = 0.0
+                continue
+            earned = self._earned[priority] + self._floors[priority] * total
+            self._earned[priority] = min(earned - by_class.get(priority, 0), float(count))
+            self._earned[priority] = max(self._earned[priority], 0.0)

@@ -1,0 +1,324 @@
+"""A worker's side of the queue: one method per script, and the order in which classes are served.
+
+The job's hash is the authority: every script checks state and attempt there first. The lease clock
+is the idle time of the job's entry in the consumer group: a claim sets it for free, renewing costs
+one XCLAIM, and no further key has to be kept in step. How long the lease is stands in the hash, so
+that workers with different leases reclaim each other's jobs at the right time.
+
+Invariant: nothing here changes a job whose attempt is not the one it was claimed with.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from tokenfleet.producer.connection import Broker, Connection
+from tokenfleet.producer.errors import UndecodableJob
+from tokenfleet.producer.keys import PRIORITIES, check_name, partition_of
+from tokenfleet.producer.protocol import Event, EventError, JobResult, State
+from tokenfleet.producer.scripts import Script, load
+from tokenfleet.worker.claims import (
+    BEHIND,
+    FENCED,
+    ClaimedJob,
+    Emission,
+    EmitOutcome,
+    LogBehind,
+    by_partition,
+    claimed_job,
+    flat,
+    last_reason,
+    outcome_of,
+    split_final,
+    text,
+)
+from tokenfleet.worker.doorbell import Doorbell
+from tokenfleet.worker.groups import Groups
+from tokenfleet.worker.priorities import ClassOrder
+
+__all__ = ["ClaimedJob", "Emission", "EmitOutcome", "JobQueue", "LogBehind"]
+
+CLAIM, EMIT, RENEW, FINISH, RELEASE, FAIL, RECLAIM, PHANTOMS, REPAIR = (
+    load("tokenfleet.worker.lua", name)
+    for name in (
+        *("claim", "emit", "renew", "finish", "release"),
+        *("fail", "reclaim", "phantoms", "repair"),
+    )
+)
+
+PATIENCE_S = 0.5
+"""How long a call that may be repeated is repeated over a lost connection."""
+
+MOST_PER_CLAIM = 128
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 60.0
+
+
+class JobQueue:
+    """The queues of one model, for one worker.
+
+    Calls raise BrokerUnavailable when Redis does not answer; all but `claim` may be repeated then.
+    """
+
+    def __init__(
+        self,
+        broker: Broker | Connection,
+        *,
+        namespace: str,
+        model_name: str,
+        worker_id: str,
+        lease_s: float = 30.0,
+        max_failures: int = 3,
+        log_ttl_s: float = 600.0,
+        result_ttl_s: float = 3600.0,
+        partitions: int | None = None,
+        order: ClassOrder | None = None,
+        uniform: Callable[[], float] = random.random,
+    ) -> None:
+        self._owns = not isinstance(broker, Connection)
+        self._connection = (
+            broker
+            if isinstance(broker, Connection)
+            else Connection(broker, namespace=namespace, partitions=partitions)
+        )
+        self.worker_id = check_name("worker_id", worker_id)
+        self.model_name = model_name
+        self._lease_ms = int(lease_s * 1000)
+        self._max_failures = max_failures
+        self._ttls = [int(result_ttl_s * 1000), int(log_ttl_s * 1000)]
+        self._order = order or ClassOrder()
+        self._uniform = uniform
+        self._doorbell = Doorbell(self._connection)
+        self._groups = Groups(self._connection)
+        self._first_partition = 0
+        self._rank: Counter[int] = Counter()
+        self._next_due_ms: int | None = None
+        self._now_ms = 0
+
+    @property
+    def connection(self) -> Connection:
+        """For the control channel and other business of the same worker."""
+        return self._connection
+
+    async def ensure(self) -> list[str]:
+        """Redis is usable and the groups exist. Returns warnings about how it is set up."""
+        await self._connection.ready()
+        await self._groups.ensure(self._all_streams())
+        return await self._groups.policy_warnings()
+
+    async def claim(self, count: int) -> list[ClaimedJob]:
+        """Take up to `count` waiting jobs. Never repeated; a lost reply leaves phantoms."""
+        jobs: list[ClaimedJob] = []
+        self._next_due_ms = None
+        for partition in self._partitions():
+            if len(jobs) < count:
+                jobs += await self._claim_in(partition, min(count - len(jobs), MOST_PER_CLAIM))
+        self._first_partition = (self._first_partition + 1) % self._connection.partitions
+        return jobs
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Return when a job may be there, or the time is over. Claims nothing."""
+        if self._next_due_ms is not None:
+            timeout_s = min(timeout_s, max(0.0, (self._next_due_ms - self._now_ms) / 1000))
+        self._next_due_ms = None
+        return await self._doorbell.wait(timeout_s)
+
+    async def renew(self, jobs: Iterable[ClaimedJob]) -> frozenset[str]:
+        """Extend the leases. Returns the ids that are not this worker's any more."""
+        lost: set[str] = set()
+        for partition, group in by_partition(list(jobs), lambda job: job.id).items():
+            keys = [self._connection.keys(partition).job(job.id) for job in group]
+            args = [self.worker_id, *(part for job in group for part in (job.id, job.attempt))]
+            codes = await self._run(RENEW, partition, keys, args)
+            lost.update(job.id for job, code in zip(group, codes) if code & FENCED)
+        return frozenset(lost)
+
+    async def emit(self, emissions: Sequence[Emission]) -> EmitOutcome:
+        """Log and announce; one call per partition. Repeating it does no harm."""
+        codes: dict[str, int] = {}
+        logged: dict[str, int] = {}
+        for partition, group in by_partition(emissions, lambda one: one.job_id).items():
+            names = self._connection.keys(partition)
+            keys: list[str] = []
+            args: list[Any] = []
+            for one in group:
+                keys += (names.job(one.job_id), names.events(one.job_id))
+                args += (one.job_id, one.attempt, one.start_offset, len(one.events))
+                args += flat(one.events)
+            for one, (code, offset) in zip(group, await self._run(EMIT, partition, keys, args)):
+                codes[one.job_id] = code
+                if code & BEHIND:
+                    logged[one.job_id] = offset
+        return outcome_of(codes, logged)
+
+    async def finish(
+        self,
+        job: ClaimedJob,
+        events: Sequence[Event],
+        result: JobResult | None,
+        *,
+        state: str = "finished",
+        error: EventError | None = None,
+    ) -> bool:
+        """The job's end, with its last events. True: it is in Redis; False: fenced.
+
+        The terminal event is the last of `events` when that is final, and made here otherwise.
+        `cancelled` becomes `expired` where nobody asked to cancel and the deadline has passed.
+        Raises LogBehind when the log does not reach the first event.
+        """
+        before, final = split_final(events)
+        names = self._connection.keys(partition_of(job.id))
+        args: list[Any] = [job.id, job.attempt, State(state).value]
+        args += [b"" if result is None else result.pack()]
+        args += ["", ""] if error is None else [error.code, error.message]
+        args += [*self._ttls, final, last_reason(State(state), result)]
+        args += [events[0].offset if events else "", *flat(before)]
+        keys = [names.job(job.id), names.events(job.id)]
+        code, detail = await self._run(FINISH, names.partition, keys, args)
+        if code == BEHIND:
+            raise LogBehind(job.id, int(detail))
+        return bool(code)
+
+    async def release(self, jobs: Iterable[ClaimedJob], reason: str) -> frozenset[str]:
+        """Hand jobs back unharmed, to the front of their class. Returns the ids handed back.
+
+        `reason` is for the caller's log; the job does not keep it.
+        """
+        released: set[str] = set()
+        for partition, group in by_partition(list(jobs), lambda job: job.id).items():
+            keys = [self._connection.keys(partition).job(job.id) for job in group]
+            args = [*self._ttls, *(part for job in group for part in (job.id, job.attempt))]
+            done = await self._run(RELEASE, partition, keys, args)
+            released.update(job.id for job, mine in zip(group, done) if mine)
+        return frozenset(released)
+
+    async def fail(
+        self, job: ClaimedJob, code: str, message: str, *, retryable: bool
+    ) -> State | None:
+        """An attempt went wrong. Returns the job's state now; None: it is another attempt's.
+
+        Retryable: the job waits out its back-off, or is dead-lettered when its failures are used
+        up. Not retryable: it has failed.
+        """
+        return await self._fail(job.id, job.attempt, code, message, retryable=retryable)
+
+    async def reclaim(self, limit: int = 100) -> int:
+        """Move on jobs whose lease or deadline is over, in all classes. Returns how many."""
+        moved = 0
+        for partition in self._partitions():
+            args = [self._lease_ms, limit, self._max_failures, *self._ttls]
+            moved += await self._run(RECLAIM, partition, self._streams(partition), args)
+            await self.repair(partition, limit)
+        return moved
+
+    async def repair(self, partition: int = 0, count: int = 100) -> int:
+        """Look at the next `count` live jobs; those that lost their queue entry get a new one."""
+        keys = [self._connection.keys(partition).live]
+        args = [self._rank[partition], count, self.model_name]
+        self._rank[partition], put_back = await self._run(REPAIR, partition, keys, args)
+        return int(put_back)
+
+    async def release_phantoms(self, known_ids: Collection[str]) -> frozenset[str]:
+        """Release what this worker holds and does not know. No claim may be in flight."""
+        released: set[str] = set()
+        for partition in self._partitions():
+            args = [self.worker_id, *known_ids]
+            ids = await self._run(PHANTOMS, partition, self._streams(partition), args)
+            released.update(job_id.decode() for job_id in ids)
+        return frozenset(released)
+
+    async def backlog(self) -> dict[str, int]:
+        """Jobs waiting to be claimed, per class, `:front` included; running ones not counted."""
+        counts = dict.fromkeys(PRIORITIES, 0)
+        for partition in self._partitions():
+            for priority in PRIORITIES:
+                counts[priority] += await self._groups.waiting(self._pair(partition, priority))
+        return counts
+
+    async def heartbeat(self, info: Mapping[str, str | int | float], *, ttl_s: float = 15.0) -> int:
+        """Show this worker in the worker table for `ttl_s`. Returns the server's time in ms."""
+        line = {"model": self.model_name, **info}
+        return await self._groups.heartbeat(self.worker_id, line, ttl_ms=int(ttl_s * 1000))
+
+    async def leave(self) -> None:
+        """Leave the worker table, and the groups in which no job is held."""
+        await self._groups.heartbeat(self.worker_id, {}, ttl_ms=0)
+        await self._groups.leave(self._all_streams(), self.worker_id)
+
+    async def aclose(self) -> None:
+        """Stop waiting; close the connection unless it was handed in."""
+        await self._doorbell.aclose()
+        if self._owns:
+            await self._connection.aclose()
+
+    async def _claim_in(self, partition: int, count: int) -> list[ClaimedJob]:
+        offers = self._order.plan(count)
+        keys = [key for offer in offers for key in self._pair(partition, offer.priority)]
+        args = [self.worker_id, self._lease_ms, count, *self._ttls]
+        args += [offer.count for offer in offers]
+        reply = await self._run(CLAIM, partition, keys, args, patience_s=0.0)
+        now, next_due, regrouped, lasts, found = reply
+        self._now_ms = now
+        if next_due >= 0:
+            self._next_due_ms = min(self._next_due_ms or next_due, next_due)
+        if regrouped:
+            self._rank[partition] = 0
+        if lasts:
+            self._doorbell.seen(partition, {key: text(last) for key, last in zip(keys, lasts)})
+        self._order.claimed(Counter(text(raw[5]) for raw in found), count=count)
+        return [job for raw in found if (job := await self._decode(raw, now)) is not None]
+
+    async def _decode(self, raw: Sequence[Any], now_ms: int) -> ClaimedJob | None:
+        """The job; None when nobody can read it: it is dead-lettered then."""
+        try:
+            return claimed_job(raw, now_ms)
+        except UndecodableJob as error:
+            why = ("undecodable", str(error))
+            await self._fail(text(raw[0]), raw[1], *why, retryable=False, bury=True)
+            return None
+
+    async def _fail(
+        self,
+        job_id: str,
+        attempt: int,
+        code: str,
+        message: str,
+        *,
+        retryable: bool,
+        bury: bool = False,
+    ) -> State | None:
+        names = self._connection.keys(partition_of(job_id))
+        args: list[Any] = [job_id, attempt, code, message, int(retryable), self._max_failures]
+        args += [*self._ttls, int(FIRST_BACKOFF_S * 1000), int(LONGEST_BACKOFF_S * 1000)]
+        args += [self._uniform(), int(bury)]
+        keys = [names.job(job_id), names.events(job_id)]
+        state = text(await self._run(FAIL, names.partition, keys, args))
+        return State(state) if state else None
+
+    async def _run(
+        self,
+        script: Script,
+        partition: int,
+        keys: list[str],
+        args: list[Any],
+        *,
+        patience_s: float = PATIENCE_S,
+    ) -> Any:
+        return await self._connection.run(script, partition, keys, args, patience_s=patience_s)
+
+    def _partitions(self) -> list[int]:
+        """All partitions, beginning with another one after each claim."""
+        first, total = self._first_partition, self._connection.partitions
+        return [(first + step) % total for step in range(total)]
+
+    def _pair(self, partition: int, priority: str) -> tuple[str, str]:
+        names = self._connection.keys(partition)
+        return names.front(self.model_name, priority), names.queue(self.model_name, priority)
+
+    def _streams(self, partition: int) -> list[str]:
+        return [key for priority in PRIORITIES for key in self._pair(partition, priority)]
+
+    def _all_streams(self) -> list[str]:
+        return [key for partition in self._partitions() for key in self._streams(partition)]
