@@ -41,9 +41,9 @@ class Core(Protocol):
     @property
     def stats(self) -> StepStats: ...
     @property
-    def max_model_len(self) -> int: ...
+    def max_len(self) -> int: ...
     def add(self, request: EngineRequest) -> None: ...
-    def abort(self, id: str, choice: int | None = None) -> None: ...
+    def abort(self, request_id: str, choice: int | None = None) -> None: ...
     def step(self) -> list[CoreEvent]: ...
 
 
@@ -170,13 +170,15 @@ def _make_core(
         core = SimulatedCore(engine_config, options["simulated_step_s"])
     else:
         from tokenfleet.engine.core import EngineCore
+        from tokenfleet.engine.text import TextCodec
 
         before = time.monotonic()
-        core = EngineCore(engine_config)
+        codec = TextCodec.load(engine_config.model)
+        core = EngineCore(engine_config, known_vocab=codec.vocab_size)
     loaded = time.monotonic()
     return core, {
         "slots": engine_config.max_num_seqs,
-        "max_model_len": core.max_model_len,
+        "max_model_len": core.max_len,
         "imports_s": before - started,
         "model_s": loaded - before,
     }

@@ -47,7 +47,7 @@ class SimulatedCore:
     _cancelled: list[CoreEvent] = field(default_factory=list)
 
     @property
-    def max_model_len(self) -> int:
+    def max_len(self) -> int:
         """Longest prompt plus output."""
         return self.config.max_model_len or DEFAULT_MODEL_LEN
 
@@ -70,26 +70,26 @@ class SimulatedCore:
         length = len(request.prompt_token_ids)
         if length == 0:
             raise InvalidRequest("empty_prompt", "the prompt has no tokens; send at least one")
-        if length >= self.max_model_len:
+        if length >= self.max_len:
             raise InvalidRequest(
                 "prompt_too_long",
                 f"the prompt has {length} tokens; this model takes at most "
-                f"{self.max_model_len - 1} and one to answer",
+                f"{self.max_len - 1} and one to answer",
             )
-        room = self.max_model_len - length
+        room = self.max_len - length
         limit = room if request.params.max_tokens is None else min(request.params.max_tokens, room)
         for choice in range(request.params.n):
             if choice not in request.ended:
                 made = len(request.resume[choice]) if choice < len(request.resume) else 0
                 self._waiting.append(_Sequence(request, choice, made, limit))
 
-    def abort(self, id: str, choice: int | None = None) -> None:
+    def abort(self, request_id: str, choice: int | None = None) -> None:
         """Drop a request, or one of its choices; nothing happens when it is not there."""
         for queue in (self._running, self._waiting):
-            for sequence in [s for s in queue if s.request.id == id]:
+            for sequence in [s for s in queue if s.request.id == request_id]:
                 if choice is None or sequence.choice == choice:
                     queue.remove(sequence)
-                    self._cancelled.append(CoreEvent(id, sequence.choice, [], "cancelled"))
+                    self._cancelled.append(CoreEvent(request_id, sequence.choice, [], "cancelled"))
 
     def step(self) -> list[CoreEvent]:
         """One token for each running sequence, after the fixed time."""

@@ -1,0 +1,58 @@
+"""Whether Redis is there, as this worker last saw it, and how long to wait before the next try.
+
+Loops that talk to Redis go on for ever: they report each call here, so that one outage is one log
+line when it begins and one when it ends, however many loops meet it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+
+import structlog
+from redis.exceptions import RedisError
+
+from tokenfleet.producer.errors import BrokerUnavailable, BrokerUnsupported
+
+BROKER_ERRORS = (BrokerUnavailable, BrokerUnsupported, RedisError, OSError)
+"""What a server looks like that is away, loading, demoted, full, or refuses us for now. A worker
+that runs outlives all of it: whoever owns the server can mend it without restarting the fleet."""
+
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
+
+log = structlog.get_logger()
+
+
+class Broker:
+    """Reachability of Redis, shared by all loops of one worker."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._away_since: float | None = None
+        self._pause_s = FIRST_PAUSE_S
+
+    @property
+    def reachable(self) -> bool:
+        """Whether the last call that said anything got through."""
+        return self._away_since is None
+
+    def away(self, call: str, error: Exception) -> None:
+        """A call did not get through."""
+        if self._away_since is None:
+            self._away_since = self._clock()
+            log.warning("broker_away", call=call, error=f"{type(error).__name__}: {error}")
+
+    def reached(self) -> None:
+        """A call got through."""
+        if self._away_since is not None:
+            log.info("broker_back", away_s=round(self._clock() - self._away_since, 3))
+            self._away_since = None
+            self._pause_s = FIRST_PAUSE_S
+
+    async def pause(self) -> None:
+        """Wait before the next try: doubling, jittered, at most LONGEST_PAUSE_S."""
+        pause, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
+        await asyncio.sleep(pause * random.uniform(0.5, 1.0))

@@ -1,0 +1,284 @@
+"""Where jobs, engine and publisher meet: what is claimed is launched, what is made is handed on.
+
+Every job that enters by `take` leaves by exactly one of `ended`, `lost` and `hand_back`. Nothing
+here waits for Redis except handing back, which holds the publisher still meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Protocol
+
+import structlog
+
+from tokenfleet.engine.request import CoreEvent, EngineRequest
+from tokenfleet.producer.protocol import EventError, JobResult
+from tokenfleet.worker.broker import BROKER_ERRORS, Broker
+from tokenfleet.worker.engine_process import Batch
+from tokenfleet.worker.jobs import Ending, Job, Stage
+from tokenfleet.worker.prepare import BadJob, Preparer
+from tokenfleet.worker.publisher import Publisher
+from tokenfleet.worker.queue import ClaimedJob, JobQueue
+from tokenfleet.worker.roster import Roster
+from tokenfleet.worker.telemetry import Telemetry
+
+log = structlog.get_logger()
+
+
+class Engine(Protocol):
+    """What is needed of an engine process (engine_process.py: EngineHandle)."""
+
+    def add(self, request: EngineRequest) -> None: ...
+    def abort(self, id: str, choice: int | None = None) -> None: ...
+
+
+class Dispatcher:
+    """Moves jobs between queue, engine and publisher, on one event loop.
+
+    Args:
+        lease_s: what a claim grants.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        queue: JobQueue,
+        broker: Broker,
+        roster: Roster,
+        preparer: Preparer,
+        telemetry: Telemetry,
+        *,
+        lease_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._queue = queue
+        self._broker = broker
+        self._roster = roster
+        self._preparer = preparer
+        self._telemetry = telemetry
+        self._lease_s = lease_s
+        self._clock = clock
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.publisher: Publisher
+        """Set once, right after both exist."""
+        self.engine: Engine | None = None
+        """The engine that runs now; None while there is none."""
+        self.working_since: float | None = None
+        """Since when the engine has had work without a pause; None when it has none."""
+
+    # jobs come in
+
+    def take(self, claimed: Iterable[ClaimedJob], asked_at: float) -> None:
+        """Own what a claim brought.
+
+        Args:
+            asked_at: monotonic time before the claim: the lease is counted from it.
+        """
+        for one in claimed:
+            job = Job(one, self._clock())
+            job.lease_until = asked_at + self._lease_s
+            older = self._roster.add(job)
+            if older is not None:
+                self._abort(older)
+                self._telemetry.job_ended(older.claimed, "lost")
+            self._telemetry.job_claimed(one)
+            log.info(
+                "job_claimed", job_id=one.id, attempt=one.attempt, offset=one.offset,
+                failures=one.failures,
+            )  # fmt: skip
+            self._spawn(self._prepare(job))
+
+    async def _prepare(self, job: Job) -> None:
+        try:
+            await self._preparer.prepare(job)
+        except BadJob as bad:
+            self._fail(job, bad.code, str(bad))
+            return
+        self._arm_deadline(job)
+        if job.stage is Stage.ENDED:
+            self._publish(job)
+        self.launch()
+
+    def launch(self) -> None:
+        """Give the engine every job that is ready; of those that may kill it, one at a time."""
+        if self.engine is None:
+            return
+        suspects = any(j.suspect and j.stage is Stage.RUNNING for j in self._roster)
+        for job in self._roster:
+            if job.stage is not Stage.READY or (job.suspect and suspects):
+                continue
+            suspects = suspects or job.suspect
+            if self.working_since is None:
+                self.working_since = self._clock()
+            job.move(Stage.RUNNING)
+            self.engine.add(job.request)
+
+    # the engine speaks
+
+    def heard(self, batch: Batch) -> None:
+        """Act on what the engine said."""
+        freed = False
+        for event in batch.events:
+            freed = self._heard_event(event) or freed
+        for refusal in batch.refusals:
+            if job := self._roster.by_engine_id(refusal.id):
+                self._fail(job, refusal.code, refusal.message)
+                freed = True
+        if batch.stats is not None:
+            self._telemetry.step(batch.stats)
+            for engine_id in batch.stats.preempted_ids:
+                if job := self._roster.by_engine_id(engine_id):
+                    self._telemetry.preempted(job.claimed)
+        if freed:
+            self.launch()
+            self._roster.touch()
+        busy = any(job.stage is Stage.RUNNING for job in self._roster)
+        self.working_since = self._clock() if busy else None
+
+    def _heard_event(self, event: CoreEvent) -> bool:
+        """Returns whether a slot may have come free or a suspect is cleared."""
+        job = self._roster.by_engine_id(event.id)
+        if job is None or job.stage is not Stage.RUNNING:
+            return False
+        first = job.first_token_at is None
+        if job.apply(event) and self.engine is not None:
+            self.engine.abort(job.engine_id, event.choice)
+        first = first and job.first_token_at is not None
+        if first:
+            self._telemetry.first_token(job.claimed)
+        self._publish(job, urgent=first)
+        return event.finish_reason is not None or job.ending is not None or first
+
+    # ways out
+
+    def cancel(self, job: Job) -> None:
+        """A producer wants the job to end."""
+        self._end(job, Ending("cancelled"))
+
+    def expire(self, job: Job) -> None:
+        """The job's deadline has passed."""
+        self._end(job, Ending("expired"))
+
+    def ended(self, job: Job) -> None:
+        """The job's end is in Redis."""
+        assert job.ending is not None
+        result = job.result() if job.choices else None
+        self._leave(job, job.ending.state, result)
+
+    def out_of_step(self, job: Job) -> None:
+        """Redis has lost events that it had: whoever is next goes on from what is left."""
+        self._spawn(self.hand_back([job], "the log is shorter than it was"))
+
+    def lost(self, job: Job, reason: str) -> None:
+        """The job is another's, or may be: stop it and say nothing more in its name."""
+        log.warning("job_lost", job_id=job.id, attempt=job.claimed.attempt, reason=reason)
+        self._abort(job)
+        self._leave(job, "lost")
+
+    async def hand_back(self, jobs: Sequence[Job], why: str, *, engine_died: bool = False) -> None:
+        """Give jobs back to the queue with all their tokens logged; waits for Redis while it must.
+
+        Args:
+            engine_died: count a failure against those that the engine had begun.
+        """
+        async with self.publisher.still():
+            for job in jobs:
+                self._abort(job)
+            waiting = self.waiting_in_engine()
+            left = [job for job in jobs if job.stage not in (Stage.ENDED, Stage.GONE)]
+            begun = [j for j in left if j.stage is Stage.RUNNING and j not in waiting]
+            blamed = begun if engine_died else []
+            await self._until_reached(lambda: self._queue_fail(blamed, why), blamed)
+            spared = [job for job in left if job not in blamed]
+            await self._until_reached(lambda: self._queue_release(spared, why), spared)
+
+    def waiting_in_engine(self) -> list[Job]:
+        """Jobs given to the engine that it cannot have begun: the youngest beyond its slots."""
+        excess, found = -self._roster.free_slots, []
+        for job in reversed(list(self._roster)):
+            if excess <= 0:
+                break
+            if job.stage is Stage.RUNNING and job.first_token_at is None:
+                found.append(job)
+            if job.stage in (Stage.CLAIMED, Stage.READY) or job in found:
+                excess -= job.slots
+        return found
+
+    async def close(self) -> None:
+        """Stop preparing."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._preparer.close()
+
+    async def _queue_fail(self, jobs: list[Job], why: str) -> None:
+        for job in [j for j in jobs if j.stage is not Stage.GONE]:
+            state = await self._queue.fail(job.claimed, "engine_died", why, retryable=True)
+            log.warning(
+                "job_attempt_failed", job_id=job.id, attempt=job.claimed.attempt,
+                offset=job.logged, state=state, reason=why,
+            )  # fmt: skip
+            self._leave(job, "failed" if state == "failed" else "released")
+
+    async def _queue_release(self, jobs: list[Job], why: str) -> None:
+        live = [job for job in jobs if job.stage is not Stage.GONE]
+        if live:
+            await self._queue.release([job.claimed for job in live], why)
+        for job in live:
+            log.info(
+                "job_released", job_id=job.id, attempt=job.claimed.attempt, offset=job.logged,
+                reason=why,
+            )  # fmt: skip
+            self._leave(job, "released")
+
+    async def _until_reached(self, call: Callable[[], Awaitable[None]], jobs: list[Job]) -> None:
+        """Repeat until Redis has answered, or every lease is over and the reapers have the jobs."""
+        while any(job.stage is not Stage.GONE for job in jobs):
+            try:
+                await call()
+            except BROKER_ERRORS as error:
+                self._broker.away("hand back", error)
+                await self._broker.pause()
+                for job in jobs:
+                    if job.stage is not Stage.GONE and job.lease_until <= self._clock():
+                        self.lost(job, "the lease ran out")
+
+    def _fail(self, job: Job, code: str, message: str) -> None:
+        log.info("job_refused", job_id=job.id, attempt=job.claimed.attempt, code=code)
+        self._end(job, Ending("failed", EventError(code, message)))
+
+    def _end(self, job: Job, ending: Ending) -> None:
+        if job.stage in (Stage.ENDED, Stage.GONE):
+            return
+        self._abort(job)
+        job.end(ending)
+        self._publish(job)
+        self.launch()
+        self._roster.touch()
+
+    def _leave(self, job: Job, state: str, result: JobResult | None = None) -> None:
+        if job.timer is not None:
+            job.timer.cancel()
+        self._roster.remove(job)
+        self._telemetry.job_ended(job.claimed, state, result)
+        if state not in ("lost", "released"):
+            log.info("job_ended", job_id=job.id, attempt=job.claimed.attempt, state=state)
+
+    def _publish(self, job: Job, *, urgent: bool = False) -> None:
+        self.publisher.touch(job, urgent=urgent)
+
+    def _abort(self, job: Job) -> None:
+        if self.engine is not None and job.stage is Stage.RUNNING:
+            self.engine.abort(job.engine_id)
+
+    def _arm_deadline(self, job: Job) -> None:
+        if job.deadline_at is not None:
+            left = max(0.0, job.deadline_at - self._clock())
+            job.timer = asyncio.get_running_loop().call_later(left, self.expire, job)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,138 @@
+"""Keeps an engine process running: starts it, listens to it, notices when it hangs, restarts it.
+
+Between two engines every job of the first has been handed back. Too many deaths in a row without a
+single step between them end the worker: the fault is then in the machine or the model, and not in a
+job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+
+import structlog
+
+from tokenfleet.engine.errors import EngineError
+from tokenfleet.worker.dispatch import Dispatcher
+from tokenfleet.worker.engine_process import EngineHandle, EngineInfo, EngineStartFailed
+from tokenfleet.worker.roster import Roster
+from tokenfleet.worker.telemetry import Telemetry
+
+MAX_DEATHS = 5
+FIRST_BACKOFF_S = 0.25
+LONGEST_BACKOFF_S = 10.0
+
+log = structlog.get_logger()
+
+
+class EngineLost(EngineError):
+    """The engine process died MAX_DEATHS times in a row without a step."""
+
+
+class EngineHost:
+    """One engine process after the other.
+
+    Args:
+        make: a handle for a new engine process.
+        step_limit_s: with work and without a sign of life for this long, it is killed.
+        on_ready: told each time an engine is up.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], EngineHandle],
+        dispatcher: Dispatcher,
+        roster: Roster,
+        telemetry: Telemetry,
+        *,
+        step_limit_s: float,
+        on_ready: Callable[[EngineInfo], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._make = make
+        self._dispatcher = dispatcher
+        self._roster = roster
+        self._telemetry = telemetry
+        self._step_limit_s = step_limit_s
+        self._on_ready = on_ready
+        self._clock = clock
+        self._handle: EngineHandle | None = None
+        self._deaths = 0
+        self._stopping = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether an engine is there that takes jobs."""
+        return self._dispatcher.engine is not None
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the engine that was started last."""
+        return self._handle.pid if self._handle else None
+
+    async def run(self) -> None:
+        """Serve until stopped.
+
+        Raises:
+            ConfigError, UnsupportedModel, CheckpointError: no engine can be started this way.
+            EngineLost: it dies again and again.
+        """
+        while True:
+            cause = await self._one_life()
+            if self._stopping:
+                return
+            log.error("engine_died", cause=cause, deaths=self._deaths)
+            self._telemetry.engine_restarted()
+            await self._dispatcher.hand_back(list(self._roster), cause, engine_died=True)
+            if self._deaths >= MAX_DEATHS:
+                raise EngineLost(
+                    f"the engine process died {self._deaths} times in a row without a step; "
+                    f"the last time: {cause}"
+                )
+            backoff = min(FIRST_BACKOFF_S * 2 ** (self._deaths - 1), LONGEST_BACKOFF_S)
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+
+    async def stop(self) -> None:
+        """End the engine; `run` returns."""
+        self._stopping = True
+        self._dispatcher.engine = None
+        if self._handle is not None:
+            await self._handle.stop()
+
+    async def _one_life(self) -> str:
+        """Start an engine and serve it until it dies; returns of what."""
+        self._handle = handle = self._make()
+        try:
+            info = await handle.start()
+        except EngineStartFailed as error:
+            self._deaths += 1
+            return str(error)
+        self._dispatcher.engine = handle
+        self._on_ready(info)
+        self._dispatcher.launch()
+        self._roster.touch()
+        watch = asyncio.create_task(self._watch(handle))
+        try:
+            async for batch in handle.batches():
+                self._dispatcher.heard(batch)
+        finally:
+            watch.cancel()
+            self._dispatcher.engine = None
+            self._dispatcher.working_since = None
+        self._deaths = 1 if handle.stepped else self._deaths + 1
+        return await handle.cause_of_death()
+
+    async def _watch(self, handle: EngineHandle) -> None:
+        """Kill an engine that has work and says nothing."""
+        while True:
+            await asyncio.sleep(self._step_limit_s / 4)
+            since = self._dispatcher.working_since
+            if since is None:
+                continue
+            silent_s = self._clock() - max(since, handle.last_heard)
+            if silent_s > self._step_limit_s:
+                log.error("engine_hangs", silent_s=round(silent_s, 1))
+                await handle.kill()
+                return

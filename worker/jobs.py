@@ -1,0 +1,339 @@
+"""One job on this worker, from its claim to its end: tokens in, events for the log out.
+
+    claimed --prepare--> ready --launch--> running --> ended --> gone
+       '------------------ '-- cancel, expiry, refusal, loss ----------'
+
+Every output token of the job is in exactly one place: the log, the batch of events on its way
+there (`in_flight`), or the drafts behind it. The three follow each other without a gap, and events
+once numbered stay as they are, so that a call whose reply was lost can be made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+from tokenfleet.engine.request import CoreEvent, EngineRequest
+from tokenfleet.producer.protocol import Choice, Event, EventError, JobResult, Timings, Usage
+from tokenfleet.worker.queue import ClaimedJob
+
+ABORTED = ("cancelled", "expired", "error")
+"""Finish reasons that make no result."""
+
+
+class Stage(StrEnum):
+    """How far a job has come on this worker."""
+
+    CLAIMED = "claimed"
+    READY = "ready"
+    RUNNING = "running"
+    ENDED = "ended"
+    GONE = "gone"
+
+
+MOVES: dict[Stage, frozenset[Stage]] = {
+    Stage.CLAIMED: frozenset({Stage.READY, Stage.ENDED, Stage.GONE}),
+    Stage.READY: frozenset({Stage.RUNNING, Stage.ENDED, Stage.GONE}),
+    Stage.RUNNING: frozenset({Stage.ENDED, Stage.GONE}),
+    Stage.ENDED: frozenset({Stage.GONE}),
+    Stage.GONE: frozenset(),
+}
+
+
+class TextDelta(Protocol):
+    """New text of a choice (engine/text.py)."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def stop(self) -> str | None: ...
+    @property
+    def num_tokens(self) -> int: ...
+
+
+class TextStream(Protocol):
+    """Tokens to text, one choice long (engine/text.py)."""
+
+    def push(self, token_ids: Sequence[int], *, ended: bool) -> TextDelta: ...
+
+
+@dataclass(slots=True)
+class ChoiceState:
+    """One of the n samples."""
+
+    stream: TextStream
+    token_ids: list[int] = field(default_factory=list)
+    """All output tokens, those of earlier attempts included."""
+    text: str = ""
+    """All text that is logged or drafted."""
+    logprobs: list[Any] | None = None
+    finish_reason: str | None = None
+    stop: str | int | None = None
+    skip_chars: int = 0
+    """Text that an earlier attempt had logged and this one's stream has yet to say."""
+
+    def replay(self, events: Iterable[Event]) -> str:
+        """Take over what earlier attempts logged; returns text that they still held back."""
+        for event in events:
+            self.token_ids += event.token_ids
+            self.text += event.text
+            if event.logprobs is not None:
+                self.logprobs = [*(self.logprobs or ()), *event.logprobs]
+            self.finish_reason = event.finish_reason or self.finish_reason
+            self.stop = self.stop if event.stop is None else event.stop
+        if self.finish_reason or not self.token_ids:
+            return ""
+        delta = self.stream.push(self.token_ids, ended=False)
+        if delta.stop is not None:
+            self.finish_reason, self.stop = "stop", delta.stop
+        return self._beyond(len(self.text), delta.text)
+
+    def _beyond(self, logged: int, derived: str) -> str:
+        self.skip_chars = max(0, logged - len(derived))
+        fresh = derived[logged:]
+        self.text += fresh
+        return fresh
+
+    def push(self, token_ids: Sequence[int], reason: str | None) -> tuple[str, int, str | None]:
+        """New tokens: their text, how many of them count, and the stop text that matched."""
+        delta = self.stream.push(token_ids, ended=reason is not None)
+        text = delta.text
+        if self.skip_chars:
+            skipped = min(self.skip_chars, len(text))
+            self.skip_chars -= skipped
+            text = text[skipped:]
+        self.token_ids += token_ids[: delta.num_tokens]
+        self.text += text
+        return text, delta.num_tokens, delta.stop
+
+
+@dataclass(slots=True)
+class _Draft:
+    """New output of one choice that has no offset yet."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[Any] = field(default_factory=list)
+    prompt_logprobs: tuple[Any, ...] | None = None
+    finish_reason: str | None = None
+    stop: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a job ends."""
+
+    state: str
+    """finished, failed, cancelled or expired."""
+    error: EventError | None = None
+
+
+class Job:
+    """A claimed job. Whoever moves it on is the only one that may: see MOVES.
+
+    Args:
+        claimed: from the queue.
+        now: monotonic seconds at the claim; deadlines are counted from it.
+    """
+
+    def __init__(self, claimed: ClaimedJob, now: float | None = None) -> None:
+        self.claimed = claimed
+        self.claimed_at = time.monotonic() if now is None else now
+        self.lease_until = 0.0
+        """Monotonic; set by whoever renews."""
+        self.stage = Stage.CLAIMED
+        self.ending: Ending | None = None
+        self.request: EngineRequest
+        self.choices: list[ChoiceState] = []
+        self.logged = claimed.offset
+        """Output tokens in the log, all choices together."""
+        self.in_flight: tuple[Event, ...] = ()
+        """Events handed to Redis whose reply has not come."""
+        self.timer: asyncio.TimerHandle | None = None
+        """Goes off at the deadline."""
+        self.first_token_at: float | None = None
+        """Monotonic, in this attempt."""
+        self._drafts: dict[int, _Draft] = {}
+        self._prompt_logprobs: tuple[Any, ...] | None = next(
+            (e.prompt_logprobs for e in claimed.logged if e.prompt_logprobs is not None), None
+        )
+
+    @property
+    def id(self) -> str:
+        return self.claimed.id
+
+    @property
+    def engine_id(self) -> str:
+        """The attempt is part of it: a job claimed again never meets its old self."""
+        return f"{self.claimed.id}/{self.claimed.attempt}"
+
+    @property
+    def deadline_at(self) -> float | None:
+        """Monotonic; the server's deadline, counted from the claim."""
+        if self.claimed.deadline_ms is None:
+            return None
+        return self.claimed_at + (self.claimed.deadline_ms - self.claimed.claimed_ms) / 1000
+
+    @property
+    def slots(self) -> int:
+        """Slots that it holds or is about to hold."""
+        if self.stage in (Stage.ENDED, Stage.GONE):
+            return 0
+        if not self.choices:
+            return self.claimed.request.sampling.n
+        return sum(choice.finish_reason is None for choice in self.choices)
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it was there when an engine died, and has not made a token since."""
+        return self.claimed.failures > 0 and self.first_token_at is None
+
+    @property
+    def dirty(self) -> bool:
+        """Whether the publisher has something to do for it."""
+        return bool(self._drafts or self.in_flight or self.ending)
+
+    def move(self, stage: Stage) -> None:
+        """One step through MOVES."""
+        if stage not in MOVES[self.stage]:
+            raise RuntimeError(f"job {self.id} cannot go from {self.stage} to {stage}")
+        self.stage = stage
+
+    def prepared(self, request: EngineRequest, streams: Sequence[TextStream]) -> None:
+        """Take the engine's request, and replay what earlier attempts logged."""
+        self.request = request
+        for index, stream in enumerate(streams):
+            choice = ChoiceState(stream)
+            held = choice.replay(e for e in self.claimed.logged if e.choice == index)
+            if held:
+                self._draft(index).text += held
+            self.choices.append(choice)
+        self.move(Stage.READY)
+        self._end_if_done()
+
+    def apply(self, event: CoreEvent) -> bool:
+        """Take new tokens of one choice.
+
+        Returns: True when a stop text ended the choice, which the engine does not know yet.
+        """
+        choice = self.choices[event.choice]
+        if choice.finish_reason is not None or self.stage is not Stage.RUNNING:
+            return False
+        text, count, stop = choice.push(event.token_ids, event.finish_reason)
+        draft = self._draft(event.choice)
+        draft.token_ids += event.token_ids[:count]
+        draft.text += text
+        if event.logprobs is not None:
+            draft.logprobs += event.logprobs[:count]
+            choice.logprobs = [*(choice.logprobs or ()), *event.logprobs[:count]]
+        if event.prompt_logprobs is not None and self._prompt_logprobs is None:
+            self._prompt_logprobs = draft.prompt_logprobs = tuple(event.prompt_logprobs)
+        if count and self.first_token_at is None:
+            self.first_token_at = time.monotonic()
+        reason = "stop" if stop is not None else event.finish_reason
+        if reason is not None:
+            choice.finish_reason = draft.finish_reason = reason
+            choice.stop = draft.stop = self._what_stopped(choice, stop, reason)
+        if event.error is not None:
+            self.end(Ending("failed", EventError("engine_error", event.error)))
+        self._end_if_done()
+        return stop is not None and event.finish_reason is None
+
+    def end(self, ending: Ending) -> None:
+        """The job ends here; the first ending stands."""
+        if self.stage in (Stage.ENDED, Stage.GONE):
+            return
+        self.ending = ending
+        self.move(Stage.ENDED)
+
+    def take(self) -> tuple[Event, ...]:
+        """All events that are not known to be logged: those whose reply was lost, then the drafts.
+
+        Events that were handed out once keep their boundaries: the log tells by them what it has.
+        """
+        if self._drafts:
+            start = self.logged + sum(len(event.token_ids) for event in self.in_flight)
+            self.in_flight = (*self.in_flight, *self._number(start))
+        return self.in_flight
+
+    def arrived(self) -> None:
+        """The events that `take` gave are in the log."""
+        self.logged += sum(len(event.token_ids) for event in self.in_flight)
+        self.in_flight = ()
+
+    def result(self, now: float | None = None) -> JobResult:
+        """What the job came to, all attempts together."""
+        choices = tuple(
+            Choice(
+                text=choice.text,
+                token_ids=tuple(choice.token_ids),
+                finish_reason=choice.finish_reason,
+                logprobs=None if choice.logprobs is None else tuple(choice.logprobs),
+                stop=choice.stop,
+            )
+            for choice in self.choices
+        )
+        return JobResult(
+            choices=choices,
+            usage=Usage(
+                prompt_tokens=len(self.request.prompt_token_ids),
+                completion_tokens=sum(len(choice.token_ids) for choice in choices),
+            ),
+            timings=self._timings(time.monotonic() if now is None else now),
+            attempts=self.claimed.attempt,
+            prompt_logprobs=self._prompt_logprobs,
+            metadata=self.claimed.request.metadata,
+            model=self.claimed.request.model,
+        )
+
+    def _timings(self, now: float) -> Timings:
+        waited = (self.claimed.claimed_ms - self.claimed.submitted_ms) / 1000
+        first = self.first_token_at
+        resumed = self.claimed.offset > 0
+        return Timings(
+            queue_s=waited,
+            first_token_s=None if first is None or resumed else waited + first - self.claimed_at,
+            total_s=waited + now - self.claimed_at,
+        )
+
+    def _draft(self, choice: int) -> _Draft:
+        draft = self._drafts.get(choice)
+        if draft is None:
+            draft = self._drafts[choice] = _Draft()
+        return draft
+
+    def _number(self, offset: int) -> tuple[Event, ...]:
+        events = []
+        for choice, draft in self._drafts.items():
+            if draft == _Draft():
+                continue
+            events.append(
+                Event(
+                    offset=offset,
+                    choice=choice,
+                    attempt=self.claimed.attempt,
+                    token_ids=tuple(draft.token_ids),
+                    text=draft.text,
+                    finish_reason=draft.finish_reason,
+                    logprobs=tuple(draft.logprobs) if draft.logprobs else None,
+                    prompt_logprobs=draft.prompt_logprobs,
+                    stop=draft.stop,
+                )
+            )
+            offset += len(draft.token_ids)
+        self._drafts.clear()
+        return tuple(events)
+
+    def _what_stopped(self, choice: ChoiceState, stop: str | None, reason: str) -> str | int | None:
+        if stop is not None:
+            return stop
+        last = choice.token_ids[-1] if choice.token_ids else None
+        return last if reason == "stop" and last in self.request.params.stop_token_ids else None
+
+    def _end_if_done(self) -> None:
+        if self.choices and all(choice.finish_reason is not None for choice in self.choices):
+            self.end(Ending("finished"))

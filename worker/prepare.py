@@ -1,0 +1,150 @@
+"""From what a producer asked for to what the engine takes: text to ids, parameters, old tokens.
+
+Whatever is wrong with one job is a BadJob with a code and a sentence; it never leaves here as
+anything else, so that no payload can end the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Protocol
+
+from tokenfleet.engine.errors import InvalidRequest
+from tokenfleet.engine.request import EngineRequest
+from tokenfleet.engine.sampling_params import SamplingParams
+from tokenfleet.producer.protocol import JobRequest
+from tokenfleet.worker.jobs import Job, TextStream
+from tokenfleet.worker.queue import ClaimedJob
+
+INLINE_CHARS = 2_000
+"""A prompt up to this long is tokenized on the event loop: under a millisecond."""
+INLINE_TOKENS = 256
+"""Logged tokens up to this many are replayed there."""
+
+PRIORITIES = {"interactive": 0, "default": 1, "batch": 2}
+"""The engine's order among waiting sequences: smaller first."""
+
+_PARAM_NAMES = tuple(field.name for field in dataclasses.fields(SamplingParams))
+
+
+class Codec(Protocol):
+    """Text and ids (engine/text.py: TextCodec)."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]: ...
+    def stream(self, params: SamplingParams) -> TextStream: ...
+
+
+class BadJob(Exception):
+    """This job can never run, here or elsewhere."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Preparer:
+    """Makes claimed jobs ready for the engine, long ones in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.codec: Codec
+        """Set once, before the first job."""
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+
+    async def prepare(self, job: Job) -> None:
+        """Move the job to READY, or to ENDED where its log already holds all of it.
+
+        Raises:
+            BadJob: code and sentence for its terminal event.
+        """
+        request, streams = await self._run(job.claimed, lambda: self._parts(job.claimed))
+        if not job.choices:
+            await self._run(job.claimed, lambda: job.prepared(request, streams))
+
+    def warm(self) -> None:
+        """Load what the first chat would wait for, in the background."""
+        with suppress(RuntimeError):  # closed meanwhile
+            self._threads.submit(self._warm)
+
+    def _warm(self) -> None:
+        with suppress(Exception):  # the job that needs it will say what is wrong
+            self.codec.encode_chat([{"role": "user", "content": "hello"}])
+
+    def close(self) -> None:
+        """End the thread; what it is doing is finished first."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, claimed: ClaimedJob, work: Callable[[], Any]) -> Any:
+        if _is_short(claimed):
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _parts(self, claimed: ClaimedJob) -> tuple[EngineRequest, list[TextStream]]:
+        params = engine_params(claimed)
+        request = EngineRequest(
+            id=f"{claimed.id}/{claimed.attempt}",
+            prompt_token_ids=self._prompt_ids(claimed.request),
+            params=params,
+            resume=logged_tokens(claimed, params.n),
+            ended=frozenset(e.choice for e in claimed.logged if e.finish_reason is not None),
+            priority=PRIORITIES.get(claimed.priority, PRIORITIES["default"]),
+            cache_salt=claimed.request.tenant,
+        )
+        return request, [self.codec.stream(params) for _ in range(params.n)]
+
+    def _prompt_ids(self, request: JobRequest) -> Sequence[int]:
+        if request.prompt_token_ids is not None:
+            return request.prompt_token_ids
+        try:
+            if request.messages is not None:
+                return self.codec.encode_chat([dict(message) for message in request.messages])
+            return self.codec.encode(request.prompt or "")
+        except InvalidRequest as error:
+            raise BadJob(error.code, str(error)) from error
+        except Exception as error:
+            code = "template_error" if request.messages is not None else "tokenization_error"
+            raise BadJob(code, f"{type(error).__name__}: {error}") from error
+
+
+def engine_params(claimed: ClaimedJob) -> SamplingParams:
+    """The engine's parameters, with a seed that every attempt of the job shares.
+
+    Raises:
+        BadJob: a value is out of the engine's range.
+    """
+    sampling = claimed.request.sampling
+    values = {name: getattr(sampling, name) for name in _PARAM_NAMES}
+    if values["seed"] is None:
+        values["seed"] = seed_of(claimed.id)
+    try:
+        return SamplingParams(**values)
+    except InvalidRequest as error:
+        raise BadJob(error.code, str(error)) from error
+
+
+def seed_of(job_id: str) -> int:
+    """The seed of a job that brings none: the same wherever and how often it is claimed."""
+    return int.from_bytes(hashlib.blake2b(job_id.encode(), digest_size=8).digest()) >> 1
+
+
+def logged_tokens(claimed: ClaimedJob, n: int) -> tuple[tuple[int, ...], ...]:
+    """Output tokens that earlier attempts logged, per choice; empty on a first attempt."""
+    if not claimed.logged:
+        return ()
+    tokens: list[list[int]] = [[] for _ in range(n)]
+    for event in claimed.logged:
+        if event.choice < n:
+            tokens[event.choice] += event.token_ids
+    return tuple(tuple(choice) for choice in tokens)
+
+
+def _is_short(claimed: ClaimedJob) -> bool:
+    """Chat templates are not: the first one loads a library, any of them may loop."""
+    request = claimed.request
+    chars = len(request.prompt or "")
+    return request.messages is None and chars <= INLINE_CHARS and claimed.offset <= INLINE_TOKENS

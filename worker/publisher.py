@@ -1,0 +1,189 @@
+"""Brings events into the jobs' logs: the first token at once, later ones together, the end last.
+
+One flush is on its way at a time. What the engine makes meanwhile waits as drafts inside the jobs
+and merges there, so a slow Redis costs delay and never memory without bound. Events leave a job's
+hands only when Redis has said that it has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from tokenfleet.producer.keys import partition_of
+from tokenfleet.worker.broker import BROKER_ERRORS, Broker
+from tokenfleet.worker.jobs import Job, Stage
+from tokenfleet.worker.queue import Emission, EmitOutcome, JobQueue, LogBehind
+
+
+class Owner(Protocol):
+    """Who acts on what a flush finds out."""
+
+    def lost(self, job: Job, reason: str) -> None:
+        """The lease is another's: stop, publish nothing more."""
+
+    def out_of_step(self, job: Job) -> None:
+        """The log does not end where this worker left it: hand the job back."""
+
+    def cancel(self, job: Job) -> None:
+        """A producer wants the job to end."""
+
+    def expire(self, job: Job) -> None:
+        """The job's deadline has passed."""
+
+    def ended(self, job: Job) -> None:
+        """The job's end is in Redis."""
+
+
+class Publisher:
+    """Flushes the dirty jobs.
+
+    Args:
+        flush_interval_s: how long later tokens may wait for company; 0 = every step.
+        flushed: told how long each flush took, in seconds.
+    """
+
+    def __init__(
+        self,
+        queue: JobQueue,
+        broker: Broker,
+        owner: Owner,
+        *,
+        flush_interval_s: float,
+        flushed: Callable[[float], None],
+    ) -> None:
+        self._queue = queue
+        self._broker = broker
+        self._owner = owner
+        self._interval_s = flush_interval_s
+        self._flushed = flushed
+        self._dirty: dict[str, Job] = {}
+        self._some = asyncio.Event()
+        self._urgent = asyncio.Event()
+        self._last_flush = 0.0
+        self._flushing = asyncio.Lock()
+
+    def touch(self, job: Job, *, urgent: bool = False) -> None:
+        """The job has something to publish; `urgent`: do not wait for the interval."""
+        self._dirty[job.engine_id] = job
+        self._some.set()
+        if urgent or job.ending is not None:
+            self._urgent.set()
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything handed in has arrived."""
+        return not self._dirty
+
+    async def run(self) -> None:
+        """Flush until cancelled; an unreachable Redis is waited for."""
+        while True:
+            await self._some.wait()
+            await self._until_due()
+            self._some.clear()
+            self._urgent.clear()
+            if await self.flush():
+                self._broker.reached()
+            else:
+                self._some.set()
+                self._urgent.set()
+                await self._broker.pause()
+
+    async def flush(self) -> bool:
+        """Publish what there is now. Returns False when Redis was not reached for all of it."""
+        async with self._flushing:
+            return await self._flush()
+
+    @asynccontextmanager
+    async def still(self) -> AsyncIterator[None]:
+        """Publish once more, then nothing until the block is left."""
+        async with self._flushing:
+            await self._flush()
+            yield
+
+    async def _flush(self) -> bool:
+        jobs, self._dirty = list(self._dirty.values()), {}
+        started = self._last_flush = time.monotonic()
+        calls = [self._finish(job) for job in jobs if job.stage is Stage.ENDED]
+        calls += [
+            self._emit(group)
+            for group in _by_partition(job for job in jobs if job.stage is Stage.RUNNING)
+        ]
+        if not calls:
+            return True
+        done = await asyncio.gather(*calls)
+        self._flushed(time.monotonic() - started)
+        return all(done)
+
+    async def _until_due(self) -> None:
+        """Until the interval is over or something urgent came."""
+        left = self._last_flush + self._interval_s - time.monotonic()
+        if left <= 0 or self._urgent.is_set():
+            return
+        try:
+            async with asyncio.timeout(left):
+                await self._urgent.wait()
+        except TimeoutError:
+            return
+
+    async def _emit(self, jobs: list[Job]) -> bool:
+        sent = [job for job in jobs if job.take()]
+        if not sent:
+            return True
+        emissions = [
+            Emission(job.id, job.claimed.attempt, job.logged, job.in_flight) for job in sent
+        ]
+        try:
+            outcome = await self._queue.emit(emissions)
+        except BROKER_ERRORS as error:
+            self._broker.away("emit", error)
+            for job in sent:
+                self.touch(job)
+            return False
+        for job in sent:
+            if job.stage is not Stage.GONE:
+                self._settle(job, outcome)
+        return True
+
+    def _settle(self, job: Job, outcome: EmitOutcome) -> None:
+        if job.id in outcome.fenced:
+            self._owner.lost(job, "fenced")
+        elif job.id in outcome.behind:
+            self._owner.out_of_step(job)
+        else:
+            job.arrived()
+            if job.id in outcome.expired:
+                self._owner.expire(job)
+            elif job.id in outcome.cancelled:
+                self._owner.cancel(job)
+
+    async def _finish(self, job: Job) -> bool:
+        assert job.ending is not None
+        ending = job.ending
+        result = job.result() if ending.state == "finished" else None
+        try:
+            accepted = await self._queue.finish(
+                job.claimed, job.take(), result, state=ending.state, error=ending.error
+            )
+        except LogBehind:
+            self._owner.out_of_step(job)
+            return True
+        except BROKER_ERRORS as error:
+            self._broker.away("finish", error)
+            self.touch(job)
+            return False
+        if accepted:
+            self._owner.ended(job)
+        elif job.stage is not Stage.GONE:
+            self._owner.lost(job, "fenced")
+        return True
+
+
+def _by_partition(jobs: Iterable[Job]) -> list[list[Job]]:
+    groups: dict[int, list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(partition_of(job.id), []).append(job)
+    return list(groups.values())

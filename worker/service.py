@@ -1,0 +1,374 @@
+"""One worker: wires the loops together, watches them, and takes them down in order.
+
+    intake --claim--> dispatcher --requests--> engine process
+                          |      <--events----
+                      publisher --emit, finish--> Redis
+    beside them: lease keeper, reaper, heartbeat, control, health
+
+Ends in one of three ways: drained on request (exit 0), never able to start (2: settings or model,
+3: no Redis), or without an engine that stays alive (1). In all of them no job is left in its name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any
+
+import structlog
+
+from tokenfleet.engine.errors import CheckpointError, ConfigError, UnsupportedModel
+from tokenfleet.engine.text import TextCodec
+from tokenfleet.producer.connection import Connection
+from tokenfleet.producer.errors import BrokerUnavailable, BrokerUnsupported
+from tokenfleet.worker.broker import BROKER_ERRORS, Broker
+from tokenfleet.worker.control import Control
+from tokenfleet.worker.dispatch import Dispatcher
+from tokenfleet.worker.engine_host import EngineHost, EngineLost
+from tokenfleet.worker.engine_process import EngineHandle, EngineInfo
+from tokenfleet.worker.health import HealthServer
+from tokenfleet.worker.intake import Intake
+from tokenfleet.worker.jobs import Job, Stage
+from tokenfleet.worker.lease import LeaseKeeper
+from tokenfleet.worker.prepare import Preparer
+from tokenfleet.worker.publisher import Publisher
+from tokenfleet.worker.queue import JobQueue
+from tokenfleet.worker.reaper import Reaper
+from tokenfleet.worker.roster import Roster
+from tokenfleet.worker.settings import WorkerSettings, engine_config
+from tokenfleet.worker.telemetry import Telemetry
+
+EXIT_OK, EXIT_ENGINE, EXIT_BAD_INPUT, EXIT_BROKER = 0, 1, 2, 3
+HEARTBEAT_S = 4.0
+HEARTBEAT_TTL_S = 15.0
+TELEMETRY_TIMEOUT_S = 2.0
+CONNECT_TIMEOUT_S = 10.0
+
+log = structlog.get_logger()
+
+
+class WorkerService:
+    """A worker process. `run` returns its exit code.
+
+    Args:
+        settings: valid ones (settings.py: load_settings).
+        telemetry: made from the settings when not given.
+        started: monotonic time at which the process began, for the start-up figures.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        *,
+        telemetry: Telemetry | None = None,
+        started: float | None = None,
+    ) -> None:
+        self._started = time.monotonic() if started is None else started
+        self.settings = settings
+        self.worker_id = settings.worker_id or _new_worker_id()
+        self.telemetry = telemetry or Telemetry.from_settings(settings, self.worker_id)
+        self._broker = Broker()
+        self._connection = Connection(
+            settings.redis_url,
+            namespace=settings.namespace,
+            partitions=settings.partitions,
+            connect_timeout_s=CONNECT_TIMEOUT_S,
+        )
+        self._queue = JobQueue(
+            self._connection,
+            namespace=settings.namespace,
+            model_name=settings.served_name,
+            worker_id=self.worker_id,
+            lease_s=settings.lease_s,
+            max_failures=settings.max_failures,
+            log_ttl_s=settings.log_ttl_s,
+            result_ttl_s=settings.result_ttl_s,
+        )
+        self.roster = Roster(settings.max_num_seqs, settings.prefetch)
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._registered = False
+        self._marks: dict[str, float] = {}
+
+    async def run(self) -> int:
+        """Serve until drained or beyond help."""
+        self._mark("imports_s")
+        self._listen_to_signals()
+        self._wire()
+        self._start("engine", self._host.run())  # first: loading the model takes longest
+        code = await self._connect()
+        if code == EXIT_OK:
+            code = await self._serve()
+        return await self._close(code)
+
+    async def _connect(self) -> int:
+        """Reach Redis and read the tokenizer; an exit code other than EXIT_OK when it cannot be."""
+        try:
+            codec, warnings = await asyncio.gather(self._load_codec(), self._queue.ensure())
+        except (BrokerUnavailable, BrokerUnsupported) as error:
+            log.error("broker_not_usable", error=str(error))
+            return EXIT_BROKER
+        except CheckpointError as error:
+            log.error("model_refused", error=str(error))
+            return EXIT_BAD_INPUT
+        for warning in warnings:
+            log.warning("broker_setting", problem=warning)
+        self._mark("broker_s")
+        self._preparer.codec = codec
+        if codec.chat_template is not None:
+            self._preparer.warm()
+        return EXIT_OK
+
+    def drain(self) -> None:
+        """Take no more jobs and end; called again: hand back at once."""
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()
+
+    # wiring
+
+    def _wire(self) -> None:
+        settings = self.settings
+        self._preparer = Preparer()
+        self._dispatcher = Dispatcher(
+            self._queue,
+            self._broker,
+            self.roster,
+            self._preparer,
+            self.telemetry,
+            lease_s=settings.lease_s,
+        )
+        self._publisher = self._dispatcher.publisher = Publisher(
+            self._queue,
+            self._broker,
+            self._dispatcher,
+            flush_interval_s=settings.flush_interval_ms / 1000,
+            flushed=self.telemetry.flushed,
+        )
+        self._intake = Intake(self._queue, self._broker, self.roster, self._dispatcher)
+        self._host = EngineHost(
+            self._new_engine,
+            self._dispatcher,
+            self.roster,
+            self.telemetry,
+            step_limit_s=settings.step_limit_s,
+            on_ready=self._engine_ready,
+        )
+        self._leases = LeaseKeeper(
+            self._queue,
+            self._broker,
+            self.roster,
+            self._dispatcher,
+            lease_s=settings.lease_s,
+            healthy=lambda: self._host.ready,
+        )
+        self._reaper = Reaper(self._queue, self._broker, lease_s=settings.lease_s)
+        self._control = Control(
+            self._connection,
+            self._broker,
+            self.roster,
+            self._dispatcher,
+            worker_id=self.worker_id,
+            drain=self.drain,
+        )
+
+    def _new_engine(self) -> EngineHandle:
+        options: dict[str, Any] = {"fault": self.settings.fault}
+        if self.settings.simulated_step_ms is not None:
+            options["simulated_step_s"] = self.settings.simulated_step_ms / 1000
+        return EngineHandle(engine_config(self.settings), options)
+
+    # life
+
+    async def _serve(self) -> int:
+        health = await self._start_health()
+        intake = self._start("intake", self._intake.run())
+        self._start("publisher", self._publisher.run())
+        self._start("leases", self._leases.run())
+        self._start("reaper", self._reaper.run())
+        self._start("control", self._control.run())
+        self._start("heartbeat", self._heartbeat())
+        stop = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait((*self._tasks, stop), return_when=asyncio.FIRST_COMPLETED)
+            code = _exit_code(self._tasks)
+            self._stop.set()
+            self._intake.drain()
+            await asyncio.wait((intake,))
+            await self._drain(grace_s=self.settings.grace_s if code == EXIT_OK else 0.0)
+        finally:
+            stop.cancel()
+            if health is not None:
+                await health.stop()
+        return code
+
+    async def _drain(self, *, grace_s: float) -> None:
+        """Let running jobs finish within the grace time, and hand back the others."""
+        log.info("draining", jobs=len(self.roster), grace_s=grace_s)
+        unbegun = [job for job in self.roster if job.stage in (Stage.CLAIMED, Stage.READY)]
+        await self._hand_back([*unbegun, *self._dispatcher.waiting_in_engine()])
+        if grace_s:
+            hurry = asyncio.ensure_future(self._hurry.wait())
+            empty = asyncio.ensure_future(self._until_empty())
+            await asyncio.wait((hurry, empty), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+            hurry.cancel()
+            empty.cancel()
+        await self._hand_back(list(self.roster))
+        with suppress(TimeoutError):  # ends that Redis has not taken yet
+            async with asyncio.timeout(self.settings.lease_s):
+                await self._until_empty()
+
+    async def _hand_back(self, jobs: list[Job]) -> None:
+        if jobs:
+            await self._dispatcher.hand_back(jobs, "drain")
+
+    async def _until_empty(self) -> None:
+        while len(self.roster):
+            await self.roster.change()
+
+    async def _close(self, code: int) -> int:
+        """Stop what still runs, leave the worker table, give telemetry a last chance."""
+        await self._host.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._dispatcher.close()
+        if self._registered:
+            with suppress(*BROKER_ERRORS):
+                async with asyncio.timeout(TELEMETRY_TIMEOUT_S):
+                    await self._queue.leave()
+        await self._queue.aclose()
+        await self._connection.aclose()
+        await asyncio.to_thread(self.telemetry.shutdown, TELEMETRY_TIMEOUT_S)
+        log.info("worker_stopped", exit_code=code)
+        return code
+
+    # loops and start-up of its own
+
+    def _start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.append(task)
+        return task
+
+    async def _load_codec(self) -> TextCodec:
+        codec = await asyncio.to_thread(TextCodec.load, self.settings.model)
+        self._mark("tokenizer_s")
+        return codec
+
+    async def _start_health(self) -> HealthServer | None:
+        port = self.settings.health_port
+        if port is None:
+            return None
+        server = HealthServer(
+            self.settings.health_host,
+            port,
+            reasons=self.not_ready,
+            metrics=self.telemetry.render_metrics,
+        )
+        bound = await server.start()
+        log.info("health_served", host=self.settings.health_host, port=bound)
+        return server
+
+    def not_ready(self) -> list[str]:
+        """Why this worker would not take a job now; empty when it would."""
+        reasons = []
+        if self._stop.is_set():
+            reasons.append("draining")
+        if not self._host.ready:
+            reasons.append("the engine is starting")
+        if not self._broker.reachable:
+            reasons.append("Redis is not reachable")
+        elif not self._registered:
+            reasons.append("not registered yet")
+        return reasons
+
+    def _engine_ready(self, info: EngineInfo) -> None:
+        self._marks |= {"engine_imports_s": info.imports_s, "model_s": info.model_s}
+        log.info(
+            "engine_ready", pid=self._host.pid, slots=info.slots, max_model_len=info.max_model_len
+        )
+        self._say_ready()
+
+    def _say_ready(self) -> None:
+        """The start-up figures, once engine and registration are both there."""
+        if self._registered and self._host.ready and "total_s" not in self._marks:
+            self._mark("total_s")
+            figures = {name: round(seconds, 3) for name, seconds in self._marks.items()}
+            log.info("worker_ready", model=self.settings.served_name, **figures)
+
+    async def _heartbeat(self) -> None:
+        """Keep this worker's line in the worker table."""
+        while True:
+            try:
+                await self._queue.heartbeat(self._about(), ttl_s=HEARTBEAT_TTL_S)
+            except BROKER_ERRORS as error:
+                self._broker.away("heartbeat", error)
+                await self._broker.pause()
+                continue
+            self._broker.reached()
+            if not self._registered:
+                self._registered = True
+                self._mark("registered_s")
+                self._say_ready()
+            await asyncio.sleep(HEARTBEAT_S)
+
+    def _about(self) -> dict[str, str | int | float]:
+        return {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "slots": self.roster.slots,
+            "running": self.roster.running,
+            "owned": len(self.roster),
+            "engine": "ready" if self._host.ready else "starting",
+            "draining": int(self._stop.is_set()),
+        }
+
+    def _mark(self, name: str) -> None:
+        self._marks[name] = time.monotonic() - self._started
+
+    def _listen_to_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread
+                loop.add_signal_handler(number, self.drain)
+
+
+def run_worker(service: WorkerService) -> int:
+    """Run a worker on the fastest event loop there is; returns its exit code."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(service.run())
+    return int(uvloop.run(service.run()))
+
+
+def _exit_code(tasks: list[asyncio.Task[None]]) -> int:
+    """What the loop that ended first says about the worker; EXIT_OK when it is only to stop.
+
+    Raises:
+        Exception: a loop broke by a fault of ours.
+    """
+    for task in tasks:
+        if not task.done() or task.cancelled() or (error := task.exception()) is None:
+            continue
+        if isinstance(error, ConfigError | UnsupportedModel | CheckpointError):
+            log.error("model_refused", error=str(error), kind=type(error).__name__)
+            return EXIT_BAD_INPUT
+        if isinstance(error, EngineLost):
+            log.error("engine_lost", error=str(error))
+            return EXIT_ENGINE
+        log.error("loop_broke", loop=task.get_name(), exc_info=error)
+        return EXIT_ENGINE
+    return EXIT_OK
+
+
+def _new_worker_id() -> str:
+    host = "".join(c if c.isalnum() or c in "-_." else "-" for c in socket.gethostname())[:32]
+    return f"{host}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
