@@ -5,6 +5,9 @@ Written once per admission; a step picks its rows with one look-up per column.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,6 +15,20 @@ from tokenfleet.engine.sampling_params import SamplingParams
 from tokenfleet.engine.scheduling.sequence import Sequence
 
 Ids = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """Entries of a sparse [rows, vocabulary] matrix."""
+
+    rows: Ids
+    ids: Ids
+    values: Floats
+
+    def where(self, mask: NDArray[np.bool_]) -> Scattered:
+        """Some of the entries."""
+        return Scattered(self.rows[mask], self.ids[mask], self.values[mask])
 
 
 class ParamTable:
@@ -23,7 +40,7 @@ class ParamTable:
         self.filtered = np.zeros(num_slots, bool)
         self.penalised = np.zeros(num_slots, bool)
         self.adjusted = np.zeros(num_slots, bool)
-        """Rows with a bias or a minimum length: few, looked at one by one."""
+        """Rows with a bias or a minimum length."""
         self.logprobs = np.full(num_slots, -1, np.int64)
         self.processed = np.zeros(num_slots, bool)
         self.temperature = np.ones(num_slots, np.float32)
@@ -37,29 +54,40 @@ class ParamTable:
         self.choice = np.zeros(num_slots, np.int64)
         self.num_prompt = np.zeros(num_slots, np.int64)
         self.min_tokens = np.zeros(num_slots, np.int64)
-        self.bias: list[tuple[Ids, NDArray[np.float32]] | None] = [None] * num_slots
-        self.ending: list[Ids | None] = [None] * num_slots
-        """Tokens that would end the sequence, forbidden while it is shorter than min_tokens."""
+        self._bias: dict[int, tuple[Ids, Floats]] = {}
+        self._ending: dict[int, tuple[Ids, Floats]] = {}
+        self._scattered: tuple[bytes, Scattered, Scattered] | None = None
 
-    def admit(
-        self, sequence: Sequence, params: SamplingParams, seed: int, ending: frozenset[int]
-    ) -> None:
+    def admit(self, sequence: Sequence) -> None:
         """Fill the row of a sequence that just got its slot."""
-        slot = sequence.slot
+        slot, params = sequence.slot, sequence.params
         self._admit_draw(slot, params)
         self.presence[slot] = params.presence_penalty
         self.frequency[slot] = params.frequency_penalty
         self.repetition[slot] = params.repetition_penalty
         self.penalised[slot] = params.penalised
-        self.seed[slot] = seed % 2**64
+        self.seed[slot] = sequence.seed % 2**64
         self.choice[slot] = sequence.choice
         self.num_prompt[slot] = sequence.num_prompt
         self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.processed[slot] = params.logprobs_mode == "processed"
         self.min_tokens[slot] = params.min_tokens
-        self.bias[slot] = _as_arrays(params)
-        self.ending[slot] = np.array(sorted(ending), np.int64) if params.min_tokens else None
         self.adjusted[slot] = bool(params.logit_bias) or params.min_tokens > 0
+        self._bias[slot] = _as_arrays(params.logit_bias)
+        ending = sequence.ending if params.min_tokens else frozenset()
+        self._ending[slot] = _as_arrays(dict.fromkeys(ending, 0.0))
+        self._scattered = None
+
+    def scattered(self, slots: Ids) -> tuple[Scattered, Scattered]:
+        """(biases, tokens forbidden below min_tokens) of a batch of slots.
+
+        Made anew only when the batch is another one than at the last call.
+        """
+        key = slots.tobytes()
+        if self._scattered is None or self._scattered[0] != key:
+            bias, ending = _gather(self._bias, slots), _gather(self._ending, slots)
+            self._scattered = (key, bias, ending)
+        return self._scattered[1], self._scattered[2]
 
     def _admit_draw(self, slot: int, params: SamplingParams) -> None:
         top_k = params.top_k if 0 < params.top_k < self._vocab_size else self._vocab_size
@@ -71,9 +99,13 @@ class ParamTable:
         self.filtered[slot] = top_k < self._vocab_size or params.top_p < 1.0 or params.min_p > 0.0
 
 
-def _as_arrays(params: SamplingParams) -> tuple[Ids, NDArray[np.float32]] | None:
-    if not params.logit_bias:
-        return None
-    ids = np.fromiter(params.logit_bias.keys(), np.int64, len(params.logit_bias))
-    values = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
-    return ids, values
+def _as_arrays(entries: Mapping[int, float]) -> tuple[Ids, Floats]:
+    ids = np.fromiter(entries.keys(), np.int64, len(entries))
+    return ids, np.fromiter(entries.values(), np.float32, len(entries))
+
+
+def _gather(of_slot: dict[int, tuple[Ids, Floats]], slots: Ids) -> Scattered:
+    parts = [of_slot[slot] for slot in slots.tolist()]
+    rows = np.repeat(np.arange(len(parts)), [len(ids) for ids, _ in parts])
+    ids = np.concatenate([ids for ids, _ in parts])
+    return Scattered(rows, ids, np.concatenate([values for _, values in parts]))

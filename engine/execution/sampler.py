@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokenfleet.engine.execution.param_table import Ids, ParamTable
+from tokenfleet.engine.execution.param_table import Ids, ParamTable, Scattered
 from tokenfleet.engine.execution.slots import SlotTable
 from tokenfleet.engine.request import Logprobs
 from tokenfleet.kernels.rng import row_keys
@@ -71,35 +71,45 @@ class Sampler:
     def _rows(self, slots: Ids, ends: Ids, device: torch.device) -> SamplingRows:
         p = self._params
         keys = row_keys(p.seed[slots], p.choice[slots], ends - p.num_prompt[slots])
-        columns = (p.temperature, p.top_k, p.top_p, p.min_p)
-        tensors = [torch.from_numpy(column[slots]).to(device) for column in columns]
-        filtered = bool(p.filtered[slots].any())
-        return SamplingRows(*tensors, keys=torch.from_numpy(keys).to(device), filtered=filtered)
+        return SamplingRows(
+            torch.from_numpy(p.temperature[slots]).to(device),
+            torch.from_numpy(p.top_k[slots]).to(device),
+            torch.from_numpy(p.top_p[slots]).to(device),
+            torch.from_numpy(p.min_p[slots]).to(device),
+            torch.from_numpy(keys).to(device),
+            filtered=bool(p.filtered[slots].any()),
+        )
 
     def _adjust(self, logits: Tensor, slots: Ids, ends: Ids) -> bool:
-        """Bias and minimum length; only rows that have one are visited."""
+        """Bias and minimum length, for all rows in two scattered writes."""
         p = self._params
-        rows = np.flatnonzero(p.adjusted[slots])
-        for row in rows:
-            slot = slots[row]
-            bias, ending = p.bias[slot], p.ending[slot]
-            if bias is not None:
-                logits[row, bias[0]] += torch.from_numpy(bias[1]).to(logits.device)
-            if ending is not None and ends[row] - p.num_prompt[slot] < p.min_tokens[slot]:
-                logits[row, ending] = -torch.inf
-        return bool(rows.size)
+        if not p.adjusted[slots].any():
+            return False
+        bias, ending = p.scattered(slots)
+        if bias.rows.size:
+            values = torch.from_numpy(bias.values).to(logits.device)
+            logits.index_put_(_places(bias, logits), values, accumulate=True)
+        short = (ends - p.num_prompt[slots] < p.min_tokens[slots])[ending.rows]
+        if short.any():
+            below = torch.tensor(-torch.inf, device=logits.device)
+            logits.index_put_(_places(ending.where(short), logits), below)
+        return True
 
     def _penalise(self, logits: Tensor, slots: Ids, ends: Ids) -> None:
         p = self._params
         rows = np.flatnonzero(p.penalised[slots])
         where, lengths = slots[rows], ends[rows]
         history = self._slots.tokens[where, : int(lengths.max())].astype(np.int64)
-        arrays = (
-            history, p.num_prompt[where], lengths,
-            p.presence[where], p.frequency[where], p.repetition[where],
-        )  # fmt: skip
-        tensors = [torch.from_numpy(array).to(logits.device) for array in arrays]
-        penalised = penalise(_picked(logits, rows), PenaltyRows(*tensors))
+        device = logits.device
+        histories = PenaltyRows(
+            torch.from_numpy(history).to(device),
+            torch.from_numpy(p.num_prompt[where]).to(device),
+            torch.from_numpy(lengths).to(device),
+            torch.from_numpy(p.presence[where]).to(device),
+            torch.from_numpy(p.frequency[where]).to(device),
+            torch.from_numpy(p.repetition[where]).to(device),
+        )
+        penalised = penalise(_picked(logits, rows), histories)
         logits[rows] = penalised
 
     def _reports(
@@ -149,3 +159,8 @@ def fill_reports(
 
 def _picked(logits: Tensor, rows: Ids) -> Tensor:
     return logits if len(rows) == logits.shape[0] else logits[rows]
+
+
+def _places(entries: Scattered, logits: Tensor) -> tuple[Tensor, Tensor]:
+    device = logits.device
+    return torch.from_numpy(entries.rows).to(device), torch.from_numpy(entries.ids).to(device)

@@ -25,6 +25,8 @@ class BlockPool:
     def __init__(self, num_blocks: int, cache: PrefixCache | None = None) -> None:
         self.num_blocks = num_blocks
         self._cache = cache
+        self.num_cached = 0
+        """Free blocks that hold a known prefix."""
         self._refs = [0] * (num_blocks + 1)
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
 
@@ -53,6 +55,7 @@ class BlockPool:
         taken = []
         for _ in range(count):
             block, _none = self._free.popitem(last=False)
+            self.num_cached -= self._holds_prefix(block)
             if self._cache is not None:
                 self._cache.forget(block)
             self._refs[block] = 1
@@ -64,6 +67,7 @@ class BlockPool:
         for block in blocks:
             if self._refs[block] == 0:
                 del self._free[block]
+                self.num_cached -= self._holds_prefix(block)
             self._refs[block] += 1
 
     def give_back(self, blocks: list[int]) -> None:
@@ -78,8 +82,13 @@ class BlockPool:
             self._refs[block] -= 1
             if self._refs[block] == 0:
                 self._free[block] = None
-                if self._cache is None or not self._cache.holds(block):
+                if self._holds_prefix(block):
+                    self.num_cached += 1
+                else:
                     self._free.move_to_end(block, last=False)
+
+    def _holds_prefix(self, block: int) -> bool:
+        return self._cache is not None and self._cache.holds(block)
 
     def num_free_in(self, blocks: Iterable[int]) -> int:
         """How many of these blocks are free (sharing them would use them up)."""
@@ -100,6 +109,9 @@ class BlockPool:
         idle = sum(refs == 0 for refs in self._refs[1:])
         if idle != len(self._free):
             found.append(f"{idle} blocks have no owner, {len(self._free)} are free")
+        cached = sum(self._holds_prefix(block) for block in self._free)
+        if cached != self.num_cached:
+            found.append(f"{cached} free blocks hold a prefix, {self.num_cached} are counted")
         if 0 in self._free or self._refs[0]:
             found.append("the null block was given out")
         return found

@@ -126,6 +126,16 @@ class Scheduler:
         waiting = self.waiting.num_waiting + self.waiting.num_held
         return self.limits.max_num_seqs - len(self.running) - waiting
 
+    @property
+    def num_cached_blocks(self) -> int:
+        """Free blocks that hold a known prefix."""
+        return self.pool.num_cached
+
+    @property
+    def num_needed_blocks(self) -> int:
+        """Blocks that the running sequences' tokens would fill, were nothing shared."""
+        return sum(self._blocks_for(sequence.num_known) for sequence in self.running)
+
     # -- one step --------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
@@ -245,18 +255,20 @@ class Scheduler:
         return blocked is sequence and self.pool.num_free <= free
 
     def _known_prefix(self, sequence: Sequence) -> _Prefix:
-        """From a running parent, else from the cache. One token at least is left to compute."""
+        """From a running parent or from the cache, whichever has more.
+
+        One token at least is left to compute: a step must produce logits.
+        """
+        most = len(sequence.tokens) - 1
+        cached = self._cached_prefix(sequence, most)
         parent = sequence.parent
         if parent is not None and parent.state is SequenceState.RUNNING and sequence.use_cache:
-            tokens = min(len(sequence.tokens) - 1, sequence.shared_limit)
-            if parent.num_done >= tokens:
-                return self._parents_prefix(sequence, parent, tokens)
-        return self._cached_prefix(sequence, len(sequence.tokens) - 1)
-
-    def _parents_prefix(self, sequence: Sequence, parent: Sequence, tokens: int) -> _Prefix:
-        known = self._cached_prefix(sequence, tokens)
-        blocks = parent.block_table[: self._blocks_for(tokens)]
-        return _Prefix(blocks, tokens, known.committed, known.node)
+            tokens = min(most, sequence.shared_limit)
+            if cached.tokens < tokens <= parent.num_done:
+                blocks = parent.block_table[: self._blocks_for(tokens)]
+                known = min(cached.committed, tokens // self.limits.block_size)
+                return _Prefix(blocks, tokens, known, cached.node)
+        return cached
 
     def _cached_prefix(self, sequence: Sequence, limit: int) -> _Prefix:
         """The longest chain of known blocks within the first `limit` tokens."""

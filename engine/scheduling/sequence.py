@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tokenfleet.engine.errors import InvariantBroken
+from tokenfleet.engine.sampling_params import SamplingParams
 
 
 class SequenceState(Enum):
@@ -52,6 +53,11 @@ class Sequence:
     """Length at which it ends: prompt plus max_tokens, within the model's and the pool's limit."""
     order: tuple[int, int]
     """(priority, arrival): smaller runs first and is preempted last; unchanged by preemption."""
+    params: SamplingParams
+    seed: int
+    """Of its noise, 64 bits."""
+    ending: frozenset[int]
+    """Tokens that end it."""
     cache_context: int = 0
     """Root of its prefix chain: weights version, adapter and salt (see PrefixCache.context)."""
     use_cache: bool = True

@@ -1,0 +1,103 @@
+"""What a request must be before the engine takes it, and the sequences it becomes.
+
+A request is refused as a whole and before anything is queued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tokenfleet.engine.errors import InvalidRequest
+from tokenfleet.engine.request import EngineRequest
+from tokenfleet.engine.sampling_params import SamplingParams
+from tokenfleet.engine.scheduling.sequence import Sequence
+
+
+def check_request(request: EngineRequest, vocab_size: int, max_len: int) -> None:
+    """Refuse what the model cannot be asked.
+
+    Raises:
+        InvalidRequest: `empty_prompt`, `token_out_of_range`, `prompt_too_long`, `unsupported` or
+            `invalid_parameter`.
+    """
+    prompt, params = request.prompt_token_ids, request.params
+    if not len(prompt):
+        raise InvalidRequest("empty_prompt", "the prompt has no tokens; send at least one")
+    _check_ids("prompt_token_ids", prompt, vocab_size)
+    _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    _check_ids("logit_bias", params.logit_bias, vocab_size)
+    if len(prompt) > max_len:
+        raise InvalidRequest(
+            "prompt_too_long",
+            f"the prompt has {len(prompt)} tokens and max_model_len is {max_len}; shorten it",
+        )
+    if params.structured_outputs is not None:
+        raise InvalidRequest("unsupported", "structured_outputs is not supported by this engine")
+    if len(request.resume) > params.n:
+        raise InvalidRequest(
+            "invalid_parameter", f"resume has {len(request.resume)} outputs and n is {params.n}"
+        )
+    for output in request.resume:
+        _check_ids("resume", output, vocab_size)
+
+
+def longest(request: EngineRequest, max_len: int, pool_tokens: int) -> int:
+    """Length at which the request's sequences end: what was asked for, within max_model_len.
+
+    max_tokens None asks for as much as the model and the whole pool have room for.
+    """
+    prompt, wanted = len(request.prompt_token_ids), request.params.max_tokens
+    if wanted is None:
+        return max(prompt, min(max_len, pool_tokens))
+    return min(prompt + wanted, max_len)
+
+
+def ending_tokens(params: SamplingParams, eos_token_ids: Iterable[int]) -> frozenset[int]:
+    """Tokens that end an output: the caller's, and the model's unless ignored."""
+    own = frozenset(params.stop_token_ids)
+    return own if params.ignore_eos else own | frozenset(eos_token_ids)
+
+
+def sequences_of(
+    request: EngineRequest,
+    *,
+    max_len: int,
+    arrival: int,
+    seed: int,
+    ending: frozenset[int],
+    cache_context: int,
+) -> list[Sequence]:
+    """One sequence per choice that has not ended; the first is the others' parent."""
+    prompt = list(request.prompt_token_ids)
+    sequences: list[Sequence] = []
+    for choice in range(request.params.n):
+        if choice in request.ended:
+            continue
+        done = request.resume[choice] if choice < len(request.resume) else ()
+        sequences.append(
+            Sequence(
+                request_id=request.id,
+                choice=choice,
+                tokens=[*prompt, *done],
+                num_prompt=len(prompt),
+                max_len=max_len,
+                order=(request.priority, arrival),
+                params=request.params,
+                seed=seed,
+                ending=ending,
+                cache_context=cache_context,
+                use_cache=request.params.prompt_logprobs is None or choice > 0,
+                parent=sequences[0] if sequences else None,
+                shared_limit=len(prompt),
+            )
+        )
+    return sequences
+
+
+def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise InvalidRequest(
+                "token_out_of_range",
+                f"{name} contains {token!r}; token ids of this model are 0 to {vocab_size - 1}",
+            )

@@ -1,0 +1,234 @@
+"""The engine without text: requests of token ids in, events of token ids out.
+
+One step is: schedule, run, settle. Whatever one request does wrong ends that request with an event;
+the core goes on.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from tokenfleet.engine.accounts import Accounts
+from tokenfleet.engine.admission import check_request, ending_tokens, longest, sequences_of
+from tokenfleet.engine.config import EngineConfig
+from tokenfleet.engine.errors import ConfigError, InvalidRequest, InvariantBroken
+from tokenfleet.engine.execution.placement import (
+    pick_block_size,
+    pick_device,
+    pick_dtype,
+    pick_max_len,
+    pick_num_blocks,
+)
+from tokenfleet.engine.execution.runner import Runner
+from tokenfleet.engine.model.families import read_spec
+from tokenfleet.engine.model.loader import load_decoder
+from tokenfleet.engine.request import CoreEvent, EngineRequest
+from tokenfleet.engine.sampling_params import SamplingParams
+from tokenfleet.engine.scheduling.block_pool import BlockPool
+from tokenfleet.engine.scheduling.plan import StepPlan
+from tokenfleet.engine.scheduling.prefix_cache import PrefixCache
+from tokenfleet.engine.scheduling.scheduler import Limits, Scheduler
+from tokenfleet.engine.scheduling.sequence import Sequence
+from tokenfleet.engine.stats import StepStats
+
+__all__ = ["CoreEvent", "EngineCore", "EngineRequest"]
+
+_CLEAN_STEPS = 100
+"""Steps without an out-of-memory after which a lowered token budget is doubled again."""
+
+
+class EngineCore:
+    """Scheduler, cache and model in one process, driven by `step`. Not safe for concurrent use.
+
+    Args:
+        config: what to load and how much of the machine to use.
+        known_vocab: ids from this on are never sampled; None = the model's whole vocabulary.
+
+    Raises:
+        ConfigError, UnsupportedModel, CheckpointError: before anything runs.
+    """
+
+    def __init__(self, config: EngineConfig, *, known_vocab: int | None = None) -> None:
+        path = Path(config.model)
+        self.config = config
+        self.device = pick_device(config)
+        self.block_size = pick_block_size(config, self.device)
+        self.limits = _limits(config, self.block_size)
+        self.spec = read_spec(path, max_model_len=config.max_model_len)
+        self.max_len = pick_max_len(config, self.spec)
+        dtype = pick_dtype(config, self.spec, self.device)
+        decoder = load_decoder(
+            path, self.spec, dtype=dtype, device=self.device, quantization=config.quantization
+        )
+        blocks = pick_num_blocks(config, decoder, self.block_size, self.max_len, self.device)
+        self.cache = PrefixCache() if config.prefix_cache else None
+        self.scheduler = Scheduler(self.limits, BlockPool(blocks, self.cache), self.cache)
+        self.runner = Runner(
+            decoder,
+            num_slots=config.max_num_seqs,
+            num_blocks=blocks,
+            block_size=self.block_size,
+            max_len=self.max_len,
+            known_vocab=min(known_vocab or self.spec.vocab_size, self.spec.vocab_size),
+            device=self.device,
+        )
+        self.stats = StepStats(blocks_total=blocks)
+        self._accounts = Accounts(self.scheduler)
+        self._arrivals = 0
+        self._random = random.Random(config.seed)
+        self._clean_steps = 0
+
+    # -- requests --------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do or report something."""
+        return bool(self._accounts)
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that neither a running nor a waiting sequence will take."""
+        return self.scheduler.num_free_slots
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request; its first event comes from a later step.
+
+        Raises:
+            InvalidRequest: with a code and what to do; nothing was queued.
+        """
+        self._add(request)
+
+    def fork(
+        self, request_id: str, new_id: str, params: SamplingParams | None = None, choice: int = 0
+    ) -> None:
+        """Start a request whose prompt is all tokens of a running one so far.
+
+        It shares that one's KV blocks and runs on its own; its output starts behind the fork.
+
+        Raises:
+            InvalidRequest: `unknown_id` when the choice is not running; else as `add`.
+        """
+        source, parent = self._accounts.running_choice(request_id, choice)
+        request = replace(
+            source,
+            id=new_id,
+            prompt_token_ids=tuple(parent.tokens),
+            params=params or source.params,
+            resume=(),
+            ended=frozenset(),
+        )
+        self._add(request, parent)
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """End a request, or one choice of it, with finish_reason "cancelled" in the next step.
+
+        Unknown and finished ids do nothing. The id is free for reuse after the event.
+        """
+        self._accounts.abort(request_id, choice)
+
+    def _add(self, request: EngineRequest, parent: Sequence | None = None) -> None:
+        if request.id in self._accounts:
+            raise InvalidRequest("duplicate_id", f"a request {request.id!r} is running already")
+        check_request(request, self.spec.vocab_size, self.max_len)
+        pool_tokens = self.scheduler.pool.num_blocks * self.block_size
+        max_len = longest(request, self.max_len, pool_tokens)
+        self.scheduler.check_fits(max_len)
+        self._arrivals += 1
+        seed = request.params.seed
+        sequences = sequences_of(
+            request,
+            max_len=max_len,
+            arrival=self._arrivals,
+            seed=self._random.getrandbits(64) if seed is None else seed % 2**64,
+            ending=ending_tokens(request.params, self.spec.eos_token_ids),
+            cache_context=self.cache.context(salt=request.cache_salt) if self.cache else 0,
+        )
+        if parent is not None and sequences:
+            sequences[0].parent, sequences[0].shared_limit = parent, parent.num_done
+        self._accounts.open(request, sequences)
+
+    # -- one step --------------------------------------------------------------------------
+
+    def step(self) -> list[CoreEvent]:
+        """Compute one step; events of the choices that got something, [] when idle."""
+        started = time.perf_counter()
+        plan = self.scheduler.schedule()
+        scheduled = time.perf_counter()
+        if plan:
+            events = self._accounts.settle(plan, self.runner.run(plan))
+        else:
+            events = self._accounts.give_pending()
+        self._adapt_budget()
+        self._report(plan, started, scheduled)
+        return events
+
+    def audit(self) -> None:
+        """Check every invariant of blocks, slots and tables.
+
+        Raises:
+            InvariantBroken: listing what contradicts itself.
+        """
+        found = self.scheduler.faults()
+        owned = set(self._accounts.sequences())
+        orphans = [s for s in self.scheduler.running if s not in owned]
+        found += [f"{s.request_id}/{s.choice} runs and no request owns it" for s in orphans]
+        if not owned and self.scheduler.pool.num_used:
+            found.append(f"idle, and {self.scheduler.pool.num_used} blocks are owned")
+        if found:
+            raise InvariantBroken("; ".join(found))
+
+    def _adapt_budget(self) -> None:
+        """Halve the token budget while memory runs out, and double it back when it does not."""
+        scheduler, limits = self.scheduler, self.limits
+        now = scheduler.limits.max_num_batched_tokens
+        if self.runner.timing.out_of_memory:
+            self._clean_steps = 0
+            scheduler.limits = replace(
+                limits, max_num_batched_tokens=max(limits.max_num_seqs, now // 2)
+            )
+        elif now < limits.max_num_batched_tokens:
+            self._clean_steps += 1
+            if self._clean_steps % _CLEAN_STEPS == 0:
+                most = min(2 * now, limits.max_num_batched_tokens)
+                scheduler.limits = replace(limits, max_num_batched_tokens=most)
+
+    def _report(self, plan: StepPlan, started: float, scheduled: float) -> None:
+        scheduler, stats, timing = self.scheduler, self.stats, self.runner.timing
+        decodes = sum(chunk.sequence.num_output > 0 for chunk in plan.decodes)
+        stats.step += bool(plan)
+        stats.running = len(scheduler.running)
+        stats.waiting = scheduler.waiting.num_waiting + scheduler.waiting.num_held
+        stats.scheduled_tokens = plan.num_tokens
+        stats.decode_tokens = decodes
+        stats.decode_tokens_total += decodes
+        stats.prefill_tokens_total += plan.num_tokens - decodes
+        stats.preemptions_total = scheduler.preemptions
+        stats.preempted_ids = [s.request_id for s in plan.preempted]
+        stats.blocks_used = scheduler.pool.num_used
+        stats.blocks_cached = scheduler.num_cached_blocks
+        stats.blocks_needed = scheduler.num_needed_blocks
+        stats.cache_queries_total = scheduler.cache_queries
+        stats.cache_hits_total = scheduler.cache_hits
+        stats.poisoned_rows_total = self._accounts.num_errors
+        stats.oom_retries_total += timing.out_of_memory if plan else 0
+        stats.schedule_s = scheduled - started
+        stats.forward_s = timing.forward_s if plan else 0.0
+        stats.sample_s = timing.sample_s if plan else 0.0
+        stats.step_s = time.perf_counter() - started
+
+
+def _limits(config: EngineConfig, block_size: int) -> Limits:
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens ({config.max_num_batched_tokens}) must be at least "
+            f"max_num_seqs ({config.max_num_seqs}): every running sequence needs one token a step"
+        )
+    return Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=block_size,
+        max_chunk_tokens=config.max_chunk_tokens,
+    )

@@ -1,0 +1,49 @@
+"""Log probabilities of a prompt's own tokens, a bounded number of rows at a time.
+
+Full logits of a long prompt would be prompt x vocabulary; no more than ROWS x vocabulary exist
+here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor
+
+from tokenfleet.engine.execution.sampler import fill_reports
+from tokenfleet.engine.request import Logprobs
+from tokenfleet.engine.scheduling.plan import Chunk
+
+ROWS = 64
+
+
+def wanted(chunk: Chunk) -> int:
+    """How many of the chunk's positions predict a prompt token that was asked about."""
+    sequence = chunk.sequence
+    if sequence.params.prompt_logprobs is None or sequence.choice:
+        return 0
+    return max(0, min(chunk.start + chunk.count, sequence.num_prompt - 1) - chunk.start)
+
+
+def prompt_logprobs(
+    chunk: Chunk, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]
+) -> list[tuple[int, Logprobs]]:
+    """(position, report) of the prompt tokens that this chunk predicts.
+
+    Args:
+        hidden: [wanted(chunk), hidden size], the chunk's first rows.
+        logits_of: hidden rows -> logits fp32 [rows, V].
+    """
+    sequence = chunk.sequence
+    found: list[tuple[int, Logprobs]] = []
+    for first in range(0, hidden.shape[0], ROWS):
+        rows = hidden[first : first + ROWS]
+        at = chunk.start + first + 1
+        tokens = np.array(sequence.tokens[at : at + rows.shape[0]], np.int64)
+        reports: list[Logprobs | None] = [None] * len(tokens)
+        top = np.full(len(tokens), sequence.params.prompt_logprobs, np.int64)
+        logprobs = logits_of(rows).log_softmax(-1)
+        fill_reports(reports, logprobs, np.arange(len(tokens)), tokens, top)
+        found += [(at + i, report) for i, report in enumerate(reports) if report is not None]
+    return found

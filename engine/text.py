@@ -1,0 +1,256 @@
+"""Between text and tokens: encoding, chat templates, and the text of a running output.
+
+Light on purpose: `tokenizers` reads tokenizer.json; transformers (for chat templates, and for
+models that have no tokenizer.json) is imported when first needed, and torch never.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from tokenfleet.engine.detokenizer import (
+    ByteDetokenizer,
+    Detokenizer,
+    PieceTable,
+    WindowDetokenizer,
+)
+from tokenfleet.engine.errors import CheckpointError, InvalidRequest
+from tokenfleet.engine.sampling_params import SamplingParams
+from tokenfleet.engine.stops import StopMatcher
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What some tokens added to an output's text."""
+
+    text: str
+    stop: str | None
+    """The stop string that ended the output, if one did."""
+    num_tokens: int
+    """How many of the tokens belong to the output; a stop string drops those behind it."""
+
+
+class TextCodec:
+    """One model's tokenizer and chat template. Safe to share between threads.
+
+    Use `TextCodec.load(path)`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        eos_token_ids: frozenset[int] = frozenset(),
+        chat_template: str | None = None,
+        named_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.eos_token_ids = eos_token_ids
+        self.chat_template = chat_template
+        self._named = dict(named_tokens or {})
+
+    @classmethod
+    def load(cls, path: str | Path) -> TextCodec:
+        """Read the tokenizer beside a checkpoint.
+
+        Raises:
+            CheckpointError: there is none, or a file of it cannot be read.
+        """
+        path = Path(path)
+        config = _read_json(path / "tokenizer_config.json")
+        return cls(
+            _load_tokenizer(path),
+            eos_token_ids=_eos_ids(path),
+            chat_template=_chat_template(path, config),
+            named_tokens=_named_tokens(config),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """One above the highest id that the tokenizer has."""
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a raw prompt, with the tokenizer's own BOS at most once."""
+        ids: list[int] = self.tokenizer.encode(text).ids
+        bos = self._bos_id
+        if bos is not None and ids[:2] == [bos, bos]:
+            return ids[1:]
+        return ids
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of a conversation in the model's chat template.
+
+        Raises:
+            InvalidRequest: `no_chat_template`, or `bad_messages` when the template refuses them.
+        """
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The conversation as the model reads it; see encode_chat for errors."""
+        if self.chat_template is None:
+            raise InvalidRequest(
+                "no_chat_template",
+                "this model has no chat template; send prompt or prompt_token_ids instead",
+            )
+        from transformers.utils import chat_template_utils
+
+        render: Any = chat_template_utils.render_jinja_template
+        try:
+            rendered, _spans = render(
+                conversations=[[dict(message) for message in messages]],
+                chat_template=self.chat_template,
+                add_generation_prompt=add_generation_prompt,
+                **self._named,
+            )
+        except Exception as error:
+            raise InvalidRequest(
+                "bad_messages", f"the chat template refused these messages: {error}"
+            ) from error
+        text: str = rendered[0]
+        return text
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of complete output."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def stream(self, params: SamplingParams) -> TextStream:
+        """The text of one output that is about to come."""
+        detokenizer: Detokenizer
+        pieces = self._visible if params.skip_special_tokens else self._all
+        if pieces.style == "window":
+            skip = params.skip_special_tokens
+            detokenizer = WindowDetokenizer(self.tokenizer, skip_special_tokens=skip)
+        else:
+            detokenizer = ByteDetokenizer(pieces)
+        ending = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            ending |= self.eos_token_ids
+        return TextStream(detokenizer, params, ending)
+
+    @cached_property
+    def _visible(self) -> PieceTable:
+        added = self.tokenizer.get_added_tokens_decoder()
+        special = frozenset(i for i, token in added.items() if token.special)
+        return PieceTable(self.tokenizer, special)
+
+    @cached_property
+    def _all(self) -> PieceTable:
+        return PieceTable(self.tokenizer, frozenset())
+
+    @cached_property
+    def _bos_id(self) -> int | None:
+        name = self._named.get("bos_token")
+        found: int | None = self.tokenizer.token_to_id(name) if name else None
+        return found
+
+
+class TextStream:
+    """The visible text of one output, as its tokens come.
+
+    The deltas joined are the output's text: no half characters, nothing at or behind a stop string,
+    no end-of-sequence or stop token.
+    """
+
+    def __init__(
+        self, detokenizer: Detokenizer, params: SamplingParams, ending: frozenset[int]
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._stops = StopMatcher(params.stop, include=params.include_stop)
+        self._min_tokens = params.min_tokens
+        self._ending = ending
+        self._num_tokens = 0
+
+    def push(self, token_ids: Sequence[int], *, ended: bool = False) -> TextDelta:
+        """Take new tokens; `ended` says that no more will come (the last may be an EOS token)."""
+        visible = token_ids[:-1] if ended and self._ends(token_ids) else token_ids
+        texts = []
+        for count, token_id in enumerate(visible, 1):
+            self._num_tokens += 1
+            piece = self._detokenizer.push(token_id)
+            may_stop = self._num_tokens >= self._min_tokens
+            released = self._stops.push(piece, may_stop=may_stop)
+            texts.append(released.text)
+            if released.stop is not None:
+                return TextDelta("".join(texts), released.stop, count)
+        if not ended:
+            return TextDelta("".join(texts), None, len(token_ids))
+        last = self._stops.push(self._detokenizer.flush())
+        texts.append(last.text if last.stop is not None else last.text + self._stops.flush())
+        return TextDelta("".join(texts), last.stop, len(token_ids))
+
+    def _ends(self, token_ids: Sequence[int]) -> bool:
+        return bool(token_ids) and token_ids[-1] in self._ending
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no JSON: {error}; copy the file again") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _load_tokenizer(path: Path) -> Tokenizer:
+    file = path / "tokenizer.json"
+    try:
+        if file.is_file():
+            return Tokenizer.from_file(str(file))
+        from transformers import AutoTokenizer
+
+        slow: Any = AutoTokenizer.from_pretrained(str(path))
+        tokenizer: Tokenizer = slow._tokenizer
+        return tokenizer
+    except Exception as error:  # both libraries raise bare Exceptions for bad files
+        raise CheckpointError(
+            f"{path} has no tokenizer that can be read ({error}); it needs tokenizer.json"
+        ) from error
+
+
+def _eos_ids(path: Path) -> frozenset[int]:
+    """EOS ids of generation_config.json, else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        eos = _read_json(path / name).get("eos_token_id")
+        if eos is not None:
+            return frozenset([eos] if isinstance(eos, int) else eos)
+    return frozenset()
+
+
+def _chat_template(path: Path, config: dict[str, Any]) -> str | None:
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Special tokens by the names that chat templates use."""
+    named = {}
+    for name in _NAMED_TOKENS:
+        token = config.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            named[name] = text
+    return named
