@@ -122,6 +122,19 @@ class Connection:
 
         return await self._persist(call, 0.0)
 
+    def node_of(self, partition: int) -> str:
+        """Names the server that a partition lives on."""
+        if not self.cluster:
+            return ""
+        return str(self.client.get_node_from_key(self.keys(partition).prefix).name)
+
+    def line_to(self, partition: int) -> Any:
+        """A redis-py connection of its own to that server, not yet connected, for pub/sub."""
+        if not self.cluster:
+            return self.client.connection_pool.make_connection()
+        node = self.client.get_node_from_key(self.keys(partition).prefix)
+        return node.connection_class(**node.connection_kwargs)
+
     async def aclose(self) -> None:
         """Close what was opened here; a client that was handed in stays open."""
         client, self._client = self._client, None

@@ -50,12 +50,21 @@ class Submission:
         self._max_job_bytes = max_job_bytes
         self._next_partition = 0
 
-    def draft(self, request: JobRequest, trace: Mapping[str, str] | None = None) -> Draft:
-        """Give a job its id and its bytes. Raises InvalidJob when it is too large."""
-        partition = self._partition_for(request)
+    def new_id(self, request: JobRequest) -> str:
+        """An id in the partition that the job is to live in."""
+        return keys.new_job_id(self._partition_for(request))
+
+    def draft(
+        self,
+        request: JobRequest,
+        trace: Mapping[str, str] | None = None,
+        job_id: str | None = None,
+    ) -> Draft:
+        """Give a job its bytes, and its id. Raises InvalidJob when it is too large."""
         trace = trace or _own_trace(request)
         packed = request.pack(self._max_job_bytes, trace)
-        job_id = keys.new_job_id(partition)
+        job_id = job_id or self.new_id(request)
+        partition = keys.partition_of(job_id)
         return Draft(job_id, partition, request, packed, trace.get("traceparent", ""))
 
     async def send(self, drafts: Sequence[Draft]) -> list[Accepted]:

@@ -1,0 +1,232 @@
+"""One pub/sub connection for all streams of a client (on a cluster: one per server).
+
+A lost connection is made again and everything subscribed again. Messages that passed meanwhile are
+gone; so every (re)subscription tells its streams to read the log again, once it is confirmed.
+
+Invariant: between two `REREAD` marks of a subscription, no message of its channel is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+from redis.exceptions import RedisError
+
+from tokenfleet.producer.connection import Connection
+from tokenfleet.producer.errors import BrokerUnavailable
+
+MOST_WAITING = 1000
+"""Messages kept for a slow subscriber; beyond, it reads the log instead."""
+
+_PAUSES_S = (0.0, 0.05, 0.1, 0.2, 0.5)
+
+
+class Reread:
+    """The mark: what came before may have holes, the log has everything."""
+
+
+REREAD: Final = Reread()
+
+
+class Subscription:
+    """One stream's ear on one channel."""
+
+    def __init__(self, partition: int, channel: str) -> None:
+        self.partition = partition
+        self.channel = channel
+        self._messages: deque[bytes | Reread] = deque()
+        self._some = asyncio.Event()
+
+    def push(self, message: bytes) -> None:
+        """A message came."""
+        if len(self._messages) >= MOST_WAITING:
+            self.mark()
+        else:
+            self._messages.append(message)
+            self._some.set()
+
+    def mark(self) -> None:
+        """Forget what waits; the log is to be read."""
+        self._messages.clear()
+        self._messages.append(REREAD)
+        self._some.set()
+
+    async def get(self, timeout_s: float) -> bytes | Reread | None:
+        """The next message or mark; None after `timeout_s` of silence."""
+        if not self._messages:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._some.wait()
+        if not self._messages:
+            return None
+        message = self._messages.popleft()
+        if not self._messages:
+            self._some.clear()
+        return message
+
+
+class Hub:
+    """Subscribes streams to channels. Belongs to one event loop."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lines: dict[str, _Line] = {}
+
+    async def subscribe(self, partition: int, channel: str) -> Subscription:
+        """Returns when the server has confirmed. Raises BrokerUnavailable."""
+        subscription = Subscription(partition, channel)
+        line = self._line(partition)
+        try:
+            async with asyncio.timeout(self._connection.connect_timeout_s):
+                await line.add(subscription)
+        except TimeoutError as error:
+            await line.remove(subscription)
+            raise BrokerUnavailable(
+                f"{self._connection.describe()} did not confirm a subscription within "
+                f"{self._connection.connect_timeout_s:g} s"
+            ) from error
+        except asyncio.CancelledError:
+            await line.remove(subscription)
+            raise
+        return subscription
+
+    async def unsubscribe(self, subscription: Subscription) -> None:
+        """Returns when the server no longer counts the subscriber, or cannot be asked."""
+        await self._line(subscription.partition).remove(subscription)
+
+    def suspect(self, subscription: Subscription) -> None:
+        """Something was logged and not heard: make the connection again."""
+        self._line(subscription.partition).drop()
+
+    @property
+    def num_lines(self) -> int:
+        """Connections in use."""
+        return len(self._lines)
+
+    async def aclose(self) -> None:
+        """Close the connections; streams still open see silence."""
+        lines, self._lines = list(self._lines.values()), {}
+        for line in lines:
+            await line.aclose()
+
+    def _line(self, partition: int) -> _Line:
+        name = self._connection.node_of(partition)
+        if name not in self._lines:
+            command = "SSUBSCRIBE" if self._connection.cluster else "SUBSCRIBE"
+            self._lines[name] = _Line(lambda: self._connection.line_to(partition), command)
+        return self._lines[name]
+
+
+class _Line:
+    """One connection in subscriber mode, kept up by a task."""
+
+    def __init__(self, make: Callable[[], Any], command: str) -> None:
+        self._make = make
+        self._command = command
+        self._prefix = b"s" if command.startswith("SS") else b""
+        self._ears: dict[bytes, set[Subscription]] = {}
+        self._confirmed: dict[bytes, asyncio.Event] = {}
+        self._gone: dict[bytes, asyncio.Event] = {}
+        self._wire: Any = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def add(self, subscription: Subscription) -> None:
+        """Listen, and return once the server has confirmed."""
+        channel = subscription.channel.encode()
+        ears = self._ears.setdefault(channel, set())
+        ears.add(subscription)
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="tokenfleet-hub")
+        confirmed = self._confirmed.get(channel)
+        if confirmed is None:
+            confirmed = self._confirmed[channel] = asyncio.Event()
+            await self._say(self._command, subscription.channel)
+        await confirmed.wait()
+
+    async def remove(self, subscription: Subscription) -> None:
+        """Stop listening; the last one on a channel leaves it on the server too."""
+        channel = subscription.channel.encode()
+        ears = self._ears.get(channel, set())
+        ears.discard(subscription)
+        if ears or channel not in self._ears:
+            return
+        del self._ears[channel]
+        self._confirmed.pop(channel, None)
+        gone = self._gone[channel] = asyncio.Event()
+        if await self._say(self._command.replace("SUB", "UNSUB"), subscription.channel):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await gone.wait()
+        self._gone.pop(channel, None)
+
+    def drop(self) -> None:
+        """Cut the connection; the task makes it again."""
+        wire = self._wire
+        if wire is not None and wire._writer is not None:
+            wire._writer.transport.abort()
+
+    async def aclose(self) -> None:
+        """End the task and the connection."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def _say(self, command: str, *channels: str) -> bool:
+        """Send when connected. What cannot be sent now is made good by the next connection."""
+        if self._wire is None:
+            return False
+        try:
+            await self._wire.send_command(command, *channels, check_health=False)
+        except (RedisError, OSError):
+            self.drop()
+            return False
+        return True
+
+    async def _run(self) -> None:
+        """Connect, subscribe, listen; on any loss once more, for ever."""
+        tries = 0
+        while True:
+            wire = self._make()
+            try:
+                await wire.connect()
+                wire.socket_timeout = None  # silence is no fault here
+                self._wire = wire
+                tries = 0
+                for channel in list(self._ears):
+                    await self._say(self._command, channel.decode())
+                while True:
+                    self._hear(await wire.read_response(push_request=True))
+            except (RedisError, OSError):
+                # the reason is not lost: whoever waits meets it on the command connection
+                await asyncio.sleep(_PAUSES_S[min(tries, len(_PAUSES_S) - 1)])
+                tries += 1
+            finally:
+                self._wire = None
+                for event in self._confirmed.values():
+                    event.clear()
+                for event in self._gone.values():
+                    event.set()
+                await wire.disconnect(nowait=True)
+
+    def _hear(self, reply: Any) -> None:
+        if not isinstance(reply, list | tuple) or len(reply) < 3:
+            return
+        kind, channel, body = reply[:3]
+        if kind in (b"message", b"smessage"):
+            for subscription in self._ears.get(channel, ()):
+                subscription.push(body)
+        elif kind == self._prefix + b"subscribe":
+            for subscription in self._ears.get(channel, ()):
+                subscription.mark()
+            if channel in self._confirmed:
+                self._confirmed[channel].set()
+        elif kind == self._prefix + b"unsubscribe":
+            if channel in self._gone:
+                self._gone[channel].set()
+            elif channel in self._ears and self._confirmed[channel].is_set():
+                self.drop()  # the slot moved to another server

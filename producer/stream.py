@@ -1,0 +1,216 @@
+"""A job's events for one subscriber: replayed from the log, then live, without a gap or a repeat.
+
+Order of joining: subscribe and wait for the confirmation, read the log from the cursor, then apply
+live messages. Each names the entry before it; one that does not follow the cursor is either old, or
+tells that something was missed, and then the log is read. Pub/sub is only the fast path.
+
+Invariant: the cursor is the log entry last handed out; nothing at or before it is handed out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from tokenfleet.producer.connection import Connection
+from tokenfleet.producer.errors import BrokerUnavailable, InvalidJob, JobExpired, StreamInterrupted
+from tokenfleet.producer.hub import Hub, Subscription
+from tokenfleet.producer.keys import partition_of
+from tokenfleet.producer.protocol import Event, State
+from tokenfleet.producer.scripts import CANCEL, READ
+
+SILENCE_S = 5.0
+"""After this long without a message the job's state and log are looked at."""
+
+_PAGE = 500
+
+EntryId = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What `read` found: the hash's fields (empty: no such job) and entries behind the cursor."""
+
+    fields: dict[str, str]
+    entries: list[tuple[EntryId, bytes]]
+    served: bool
+    has_log: bool
+
+    @property
+    def state(self) -> State | None:
+        """The job's state, None when Redis does not know the job."""
+        return State(self.fields["state"]) if "state" in self.fields else None
+
+
+class JobReader:
+    """Reads and follows jobs through one connection and one hub."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        hub: Hub,
+        *,
+        result_ttl_s: float,
+        log_ttl_s: float,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        self.connection = connection
+        self.hub = hub
+        self.silence_s = silence_s
+        self._ttls = [int(result_ttl_s * 1000), int(log_ttl_s * 1000)]
+
+    async def look(
+        self,
+        job_id: str,
+        cursor: EntryId = (0, 0),
+        *,
+        count: int = 0,
+        watch: bool = False,
+        served: bool = False,
+    ) -> Look:
+        """The job now, with up to `count` entries behind `cursor`. Raises BrokerUnavailable."""
+        names = self.connection.keys(partition_of(job_id))
+        position = f"{cursor[0]}-{cursor[1]}"
+        args = [job_id, position, count, int(watch), *self._ttls, int(served)]
+        reply = await self.connection.run(
+            READ,
+            names.partition,
+            [names.job(job_id), names.events(job_id)],
+            args,
+            patience_s=self.connection.connect_timeout_s,
+        )
+        flat, entries, is_served, has_log = reply
+        return Look(
+            fields={k.decode(): v.decode() for k, v in zip(flat[::2], flat[1::2])},
+            entries=[(_entry_id(entry), payload) for entry, payload in entries],
+            served=bool(is_served),
+            has_log=bool(has_log),
+        )
+
+    async def cancel(self, job_id: str, *, if_abandoned: bool = False) -> State | None:
+        """Ask for the job's end. Returns its state then; None when there is no such job."""
+        names = self.connection.keys(partition_of(job_id))
+        state = await self.connection.run(
+            CANCEL,
+            names.partition,
+            [names.job(job_id), names.events(job_id)],
+            [job_id, *self._ttls, int(if_abandoned)],
+            patience_s=self.connection.connect_timeout_s,
+        )
+        return State(state.decode()) if state else None
+
+    async def subscribe(self, job_id: str) -> Subscription:
+        """Hear of the job's events. Returns when the server has confirmed."""
+        names = self.connection.keys(partition_of(job_id))
+        await self.connection.ready()
+        return await self.hub.subscribe(names.partition, names.events(job_id))
+
+    async def follow(self, job_id: str, from_offset: int = 0) -> AsyncIterator[Event]:
+        """Every event from `from_offset` to the terminal one.
+
+        Raises JobExpired when job or log are gone, StreamInterrupted when Redis is away for longer
+        than connect_timeout_s. Left before its end by the last subscriber, a job with
+        on_disconnect="cancel" is cancelled.
+        """
+        if from_offset < 0:
+            raise InvalidJob("from_offset", from_offset, "must be 0 or more")
+        run = _Run(self, job_id, from_offset)
+        try:
+            run.ear = await self.subscribe(job_id)
+            async for event in run.events():
+                yield event
+        except BrokerUnavailable as error:
+            raise StreamInterrupted(job_id, run.offset, str(error)) from error
+        finally:
+            await run.leave()
+
+
+class _Run:
+    """One pass over one job's events."""
+
+    def __init__(self, reader: JobReader, job_id: str, from_offset: int) -> None:
+        self._reader = reader
+        self._job_id = job_id
+        self._from_offset = from_offset
+        self._cursor: EntryId = (from_offset, 0)
+        self._ends_with_us = False
+        self._ended = False
+        self.offset = from_offset
+        self.ear: Subscription | None = None
+
+    async def events(self) -> AsyncIterator[Event]:
+        assert self.ear is not None
+        async for event in self._replay():
+            yield event
+        while not self._ended:
+            message = await self.ear.get(self._reader.silence_s)
+            if isinstance(message, bytes):
+                before, entry, payload = message.split(b" ", 2)
+                follows = _entry_id(before) == self._cursor
+                if follows:
+                    yield self._step(_entry_id(entry), payload)
+                    continue
+                if _entry_id(entry) <= self._cursor:
+                    continue
+            at = self._cursor
+            async for event in self._replay():
+                yield event
+            if message is None and self._cursor != at:
+                self._reader.hub.suspect(self.ear)
+
+    async def leave(self) -> None:
+        """Stop listening; of a job that is to end with its subscribers, ask for that end."""
+        if self.ear is not None:
+            await self._reader.hub.unsubscribe(self.ear)
+        if self._ends_with_us and not self._ended:
+            try:
+                await self._reader.cancel(self._job_id, if_abandoned=True)
+            except BrokerUnavailable:
+                return  # the job's worker sees that nobody listens
+
+    async def _replay(self) -> AsyncIterator[Event]:
+        """The log from the cursor to its end."""
+        while not self._ended:
+            look = await self._reader.look(self._job_id, self._cursor, count=_PAGE, watch=True)
+            self._ends_with_us = look.fields.get("on_disconnect") == "cancel"
+            for entry, payload in look.entries:
+                event = self._step(entry, payload)
+                if event.end > self._from_offset or not event.token_ids:
+                    yield event.after(self._from_offset)
+            if self._ended or len(look.entries) == _PAGE:
+                continue
+            if not self._behind_the_end(look):
+                return
+
+    def _step(self, entry: EntryId, payload: bytes) -> Event:
+        event = Event.unpack(payload)
+        self._cursor, self._ended = entry, event.final
+        self.offset = max(self.offset, event.end)
+        return event
+
+    def _behind_the_end(self, look: Look) -> bool:
+        """After the last entry. True when the job has ended and the cursor lay beyond that.
+
+        The cursor is set back then, so that the terminal event is read. Raises JobExpired when
+        there is nothing left to wait for.
+        """
+        if look.state is None:
+            raise JobExpired(self._job_id)
+        if not look.state.terminal:
+            return False
+        end = (int(look.fields["offset"]), 0)
+        if not look.has_log or self._cursor <= end:
+            raise JobExpired(self._job_id, "the log")
+        self._cursor = end
+        return True
+
+
+def _entry_id(entry: bytes) -> EntryId:
+    offset, _, number = entry.partition(b"-")
+    return int(offset), int(number)
+
+
+def as_int(fields: dict[str, Any], name: str) -> int | None:
+    """A number in the hash; None when it is absent or 0, which means the same there."""
+    return int(fields.get(name, 0)) or None
