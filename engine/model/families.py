@@ -373,6 +373,12 @@ def _family(raw: Mapping[str, Any]) -> Family:
 
 
 def _check_fields(raw: Mapping[str, Any], family: Family) -> None:
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method")
+        raise UnsupportedModel(
+            f"quantization_config: checkpoints quantised by {method!r} are not supported;"
+            " use the checkpoint in bfloat16, float16 or float32"
+        )
     for name, value in raw.items():
         if name not in family.fields and not is_neutral(name, value):
             raise UnsupportedModel(
