@@ -12,7 +12,7 @@ import os
 import re
 import time
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tokenfleet.producer.errors import InvalidJob
 
@@ -64,10 +64,11 @@ class Keys:
     namespace: str
     partition: int
 
-    @property
-    def prefix(self) -> str:
-        """`{namespace:p}`, with the braces: the hash tag."""
-        return f"{{{self.namespace}:{self.partition}}}"
+    prefix: str = field(init=False)
+    """`{namespace:p}`, with the braces: the hash tag."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prefix", f"{{{self.namespace}:{self.partition}}}")
 
     def queue(self, model: str, priority: str) -> str:
         """Stream of waiting jobs, field `j` the job id."""

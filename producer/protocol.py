@@ -69,10 +69,26 @@ class Event:
 
     def pack(self) -> bytes:
         """The bytes for the log."""
+        if self._is_plain():
+            wire: dict[str, Any] = {"offset": self.offset, "attempt": self.attempt}
+            wire |= {"token_ids": self.token_ids, "text": self.text}
+            return pack(wire)
         wire = wire_of(self)
         if self.error is not None:
             wire["error"] = [self.error.code, self.error.message]
         return pack(wire)
+
+    def _is_plain(self) -> bool:
+        """Tokens and text of choice 0 and nothing else: nearly every event of a fleet."""
+        return not (
+            self.choice
+            or self.final
+            or self.finish_reason
+            or self.logprobs
+            or self.prompt_logprobs
+            or self.error
+            or self.stop is not None
+        )
 
     @classmethod
     def unpack(cls, packed: bytes) -> Event:

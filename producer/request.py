@@ -63,7 +63,10 @@ class JobRequest:
 
         `trace`: a carrier with traceparent and tracestate, put in place of the job's own.
         """
-        packed = wire.pack({**wire.wire_of(self), **(trace or {})})
+        fields = wire.wire_of(self)
+        if "sampling" in fields:
+            fields["sampling"] = self.sampling.to_wire()
+        packed = wire.pack({**fields, **(trace or {})})
         if len(packed) > max_bytes:
             raise InvalidJob(
                 "job",

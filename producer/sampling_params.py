@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tokenfleet.producer.errors import InvalidJob
+from tokenfleet.producer.wire import wire_of
 
 _GRAMMARS = frozenset({"json", "regex", "choice", "grammar"})
 
@@ -63,29 +64,18 @@ class SamplingParams:
         _check_extras(self)
 
     def to_wire(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, as msgpack can write them."""
-        wire: dict[str, Any] = {}
-        for name, default in _DEFAULTS.items():
-            value = getattr(self, name)
-            if value != default:
-                wire[name] = _plain(value)
-        return wire
+        """The fields that differ from their defaults."""
+        return wire_of(self)
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> SamplingParams:
         """Back from `to_wire`. Raises InvalidJob for a field that is not known here."""
-        unknown = set(wire) - _DEFAULTS.keys()
+        unknown = set(wire) - {spec.name for spec in fields(cls)}
         if unknown:
             raise InvalidJob(
                 "sampling", sorted(map(str, unknown)), "must hold only known parameters"
             )
         return cls(**wire)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    return list(value) if isinstance(value, tuple) else value
 
 
 def is_int(value: object) -> bool:
@@ -168,8 +158,3 @@ def _check_extras(params: SamplingParams) -> None:
         raise InvalidJob(
             "structured_outputs", grammar, "must be exactly one of json, regex, choice, grammar"
         )
-
-
-_DEFAULTS: dict[str, Any] = {
-    spec.name: {} if spec.name == "logit_bias" else spec.default for spec in fields(SamplingParams)
-}

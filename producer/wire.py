@@ -8,8 +8,10 @@ Invariant: bytes that `pack` did not write raise UndecodableJob, and nothing els
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgpack
@@ -24,18 +26,18 @@ Record = TypeVar("Record")
 
 def wire_of(record: Any) -> dict[str, Any]:
     """The fields of a record that differ from their defaults."""
-    wire: dict[str, Any] = {}
-    for name, default in _defaults(type(record)):
-        value = getattr(record, name)
-        if value is not default and value != default:
-            wire[name] = value.to_wire() if hasattr(value, "to_wire") else value
-    return wire
+    names, values_of, defaults = _layout(type(record))
+    return {
+        name: value
+        for name, value, default in zip(names, values_of(record), defaults)
+        if value is not default and value != default
+    }
 
 
 def pack(wire: dict[str, Any]) -> bytes:
     """The map as bytes. Raises InvalidJob for values that msgpack does not have."""
     try:
-        return bytes(msgpack.packb({"v": SCHEMA_VERSION, **wire}, default=_as_map))
+        return _write({"v": SCHEMA_VERSION, **wire})
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InvalidJob(
             "job", str(error), "must hold only texts, numbers, lists and mappings"
@@ -60,7 +62,7 @@ def unpack(packed: bytes, what: str) -> dict[str, Any]:
 
 def build(kind: type[Record], wire: dict[str, Any], what: str) -> Record:
     """The record of `wire`. Raises UndecodableJob for unknown or missing fields."""
-    unknown = wire.keys() - {name for name, _ in _defaults(kind)}
+    unknown = wire.keys() - set(_layout(kind)[0])
     if unknown:
         raise UndecodableJob(what, sorted(map(str, unknown)), "must hold only known fields")
     try:
@@ -81,14 +83,28 @@ def _no_extension(code: int, _data: bytes) -> object:
     raise ValueError(f"extension type {code}")
 
 
-_known: dict[type, tuple[tuple[str, Any], ...]] = {}
+_packer = msgpack.Packer(default=_as_map)
+_lock = threading.Lock()
 
 
-def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
-    """Names and defaults of a dataclass, worked out on first use."""
-    if kind not in _known:
-        _known[kind] = tuple(
-            (spec.name, spec.default if spec.default_factory is MISSING else spec.default_factory())
-            for spec in fields(kind)
+def _write(wire: dict[str, Any]) -> bytes:
+    """One packer for all: making one costs more than packing an event. It is not thread-safe."""
+    with _lock:
+        return bytes(_packer.pack(wire))
+
+
+Layout = tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]], tuple[Any, ...]]
+_layouts: dict[type, Layout] = {}
+
+
+def _layout(kind: type) -> Layout:
+    """A dataclass's field names, a getter of all of them, and the defaults."""
+    if kind not in _layouts:
+        specs = fields(kind)
+        names = tuple(spec.name for spec in specs)
+        defaults = tuple(
+            spec.default if spec.default_factory is MISSING else spec.default_factory()
+            for spec in specs
         )
-    return _known[kind]
+        _layouts[kind] = (names, attrgetter(*names), defaults)
+    return _layouts[kind]

@@ -147,10 +147,12 @@ class JobQueue:
                 keys += (names.job(one.job_id), names.events(one.job_id))
                 args += (one.job_id, one.attempt, one.start_offset, len(one.events))
                 args += flat(one.events)
-            for one, (code, offset) in zip(group, await self._run(EMIT, partition, keys, args)):
-                codes[one.job_id] = code
+            reply = await self._run(EMIT, partition, keys, args)
+            for position, code, offset in zip(*[iter(reply)] * 3):
+                job_id = group[position - 1].job_id
+                codes[job_id] = code
                 if code & BEHIND:
-                    logged[one.job_id] = offset
+                    logged[job_id] = offset
         return outcome_of(codes, logged)
 
     async def finish(

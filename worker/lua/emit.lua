@@ -3,7 +3,8 @@
 -- KEYS    per job: job hash, event log
 -- ARGV[3] and on, per job: id, attempt, start offset, number of events, then per event the offset
 --         after it and its payload
--- Returns per job {code, offset logged}. code is a sum: 1 fenced (another attempt, or ended: stop, throw away),
+-- Returns triples, flat, for the jobs that there is something to say of: position (from 1), code,
+--         offset logged. code is a sum: 1 fenced (another attempt, or ended: stop, throw away),
 --         2 behind (the log does not end where these events start: nothing was written, go on from
 --         the offset returned), 4 cancel was asked for, 8 the deadline has passed.
 -- If it never runs: nothing is visible; the same events may be sent again, also merged with later
@@ -23,7 +24,7 @@ end
 
 local function emit(key, id, attempt, start, events)
   local job = fields(key, 'state', 'attempt', 'offset', 'last', 'cancel', 'deadline', 'on_disconnect', 'watched', 'alone')
-  if job.state ~= 'running' or job.attempt ~= attempt then return { 1, 0 } end
+  if job.state ~= 'running' or job.attempt ~= attempt then return 1, 0 end
   local code, offset, last, heard = 0, append_events(id, job, start, events)
   if offset == nil then
     code, offset = 2, tonumber(job.offset)
@@ -36,13 +37,17 @@ local function emit(key, id, attempt, start, events)
   end
   if job.cancel then code = code + 4 end
   if past(job.deadline, now) then code = code + 8 end
-  return { code, offset }
+  return code, offset
 end
 
 for k = 1, #KEYS, 2 do
   local events = {}
   for i = 1, 2 * tonumber(ARGV[a + 3]) do events[i] = ARGV[a + 3 + i] end
-  replies[#replies + 1] = emit(KEYS[k], ARGV[a], ARGV[a + 1], tonumber(ARGV[a + 2]), events)
+  local code, offset = emit(KEYS[k], ARGV[a], ARGV[a + 1], tonumber(ARGV[a + 2]), events)
+  if code > 0 then
+    local n = #replies
+    replies[n + 1], replies[n + 2], replies[n + 3] = (k + 1) / 2, code, offset
+  end
   a = a + 4 + #events
 end
 return replies
