@@ -1,0 +1,293 @@
+"""The benches: which engines take turns on which workloads, and what their figures say together.
+
+Engines are compared in one run only, in turns (A B A B): a machine that others use drifts by more
+from minute to minute than most differences one wants to see. A ratio is one of medians of the same
+run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from tokenfleet.worker.bench_figures import Summary, ratio
+from tokenfleet.worker.bench_workloads import Workload, warm_up, workload_s, workload_w
+
+UNSET = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
+"""Settings of a container that would slow down one of the engines; unset for those under test."""
+S_BATCH = 4
+"""How a static batcher takes S: four jobs at a time."""
+
+
+class BenchFailed(RuntimeError):
+    """An engine under test ended, or said something else than figures."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchConfig:
+    """What is measured, and how often."""
+
+    model: Path
+    counts: tuple[int, ...] = (8,)
+    """N of workload W, one after the other."""
+    workloads: tuple[str, ...] = ("W",)
+    repeats: int = 3
+    threads: int = 0
+    """0: one per core."""
+    compare: tuple[str, ...] = ()
+    compare_dtype: str = "bfloat16"
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of our engine by name."""
+    seed: int = 1
+
+    @property
+    def num_threads(self) -> int:
+        return self.threads or os.cpu_count() or 1
+
+    def engine_config(self, slots: int) -> dict[str, Any]:
+        """Prefix cache off: the prompts are all different, and stay so when repeated."""
+        return {
+            "model": str(self.model),
+            "max_num_seqs": slots,
+            "prefix_cache": False,
+            **self.engine,
+        }
+
+    def slots(self) -> int:
+        asked = [*self.counts] if "W" in self.workloads else []
+        return max([*asked, 16 if "S" in self.workloads else 1])
+
+    def plans(self, vocab_size: int) -> list[Callable[[int], Workload]]:
+        """One maker of a workload per row of the report; it takes the seed of a repeat."""
+        made: list[Callable[[int], Workload]] = []
+        if "W" in self.workloads:
+            made += [lambda seed, n=n: workload_w(n, vocab_size, seed) for n in self.counts]  # type: ignore[misc]
+        if "S" in self.workloads:
+            made.append(lambda seed: workload_s(vocab_size, seed))
+        return made
+
+
+class Contender(Protocol):
+    """Something that runs a workload and says figures."""
+
+    name: str
+
+    def run(self, workload: Workload) -> dict[str, float]: ...
+
+
+class Child:
+    """An engine in a process of its own (worker/bench_child.py)."""
+
+    def __init__(self, engine: str, options: Mapping[str, Any], threads: int) -> None:
+        environment = {k: v for k, v in os.environ.items() if k not in UNSET}
+        environment["OMP_NUM_THREADS"] = str(threads)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tokenfleet.worker.bench_child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.facts = self._ask({"engine": engine, "threads": threads, **options})
+
+    def run(self, workload: Workload, **options: Any) -> dict[str, float]:
+        """Raises BenchFailed when the child ends instead of answering."""
+        return self._ask({"run": workload.as_lists(), **options})
+
+    def _ask(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(command) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # its end says more than ours
+        line = self._process.stdout.readline()
+        if not line:
+            raise BenchFailed(f"an engine under test ended with code {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class EngineContender:
+    """Our engine alone."""
+
+    name = "engine"
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+
+    def run(self, workload: Workload) -> dict[str, float]:
+        return self._child.run(workload)
+
+
+class StaticBatches:
+    """transformers in static batches of one size; None: the whole workload at once."""
+
+    def __init__(self, child: Child, batch: int | None) -> None:
+        self._child = child
+        self._batch = batch
+        self.name = f"transformers batch {batch or 'all'}" if batch != 1 else "transformers single"
+
+    def run(self, workload: Workload) -> dict[str, float]:
+        return self._child.run(workload, batch=self._batch or len(workload.jobs))
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything a bench found; `as_dict` is what --json writes."""
+
+    command: str
+    summaries: tuple[Summary, ...]
+    baseline: str
+    """The engine whose figures the others are divided by, or that is divided by them."""
+    facts: Mapping[str, Any]
+
+    def ratios(self) -> list[dict[str, Any]]:
+        """Tokens per second of the first engine over each other one, workload by workload."""
+        found = []
+        first = {s.workload: s for s in self.summaries if s.engine == self.baseline}
+        for other in self.summaries:
+            if other.engine != self.baseline:
+                one = first[other.workload]
+                found.append(
+                    {
+                        "workload": other.workload,
+                        "of": self.baseline,
+                        "to": other.engine,
+                        "tokens_per_s": ratio(one, other),
+                        "ttft_p50_s": ratio(one, other, "ttft_p50_s"),
+                    }
+                )
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "bench": self.command,
+            "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            **self.facts,
+            "results": [summary.as_dict() for summary in self.summaries],
+            "ratios": self.ratios(),
+        }
+
+
+Say = Callable[[str], None]
+
+
+def bench_engine(config: BenchConfig, say: Say) -> Report:
+    """Our engine, and beside it in the same run what it is to be compared with."""
+    with ExitStack() as stack:
+        say(f"loading {config.model}")
+        options = {"config": config.engine_config(config.slots())}
+        ours = stack.enter_context(Child("tokenfleet", options, config.num_threads))
+        facts = machine_facts(config) | {"engine": ours.facts}
+        others: Child | None = None
+        if "transformers" in config.compare:
+            others = stack.enter_context(
+                Child(
+                    "transformers", {**options, "dtype": config.compare_dtype}, config.num_threads
+                )
+            )
+            facts["transformers"] = others.facts
+        vocab_size = int(ours.facts["vocab_size"])
+        ours.run(warm_up(vocab_size))
+        if others is not None:
+            others.run(warm_up(vocab_size), batch=4)
+
+        def contenders(workload: Workload) -> list[Contender]:
+            rivals: list[Contender] = []
+            if others is not None:
+                sizes: tuple[int | None, ...] = (S_BATCH,) if workload.name == "S" else (1, None)
+                rivals = [StaticBatches(others, size) for size in sizes]
+            return [EngineContender(ours), *rivals]
+
+        summaries = take_turns(config, vocab_size, contenders, say)
+    return Report("engine", tuple(summaries), "engine", facts)
+
+
+def take_turns(
+    config: BenchConfig,
+    vocab_size: int,
+    contenders: Callable[[Workload], Sequence[Contender]],
+    say: Say,
+) -> Iterable[Summary]:
+    """Every workload `repeats` times, all contenders after one another in each repeat."""
+    summaries: list[Summary] = []
+    for make in config.plans(vocab_size):
+        runs: dict[str, list[dict[str, float]]] = {}
+        name = make(0).name
+        for repeat in range(config.repeats):
+            workload = make(config.seed + repeat)
+            for contender in contenders(workload):
+                figures = contender.run(workload)
+                _check_complete(contender.name, workload, figures)
+                runs.setdefault(contender.name, []).append(figures)
+                say(
+                    f"{name:7} {repeat + 1}/{config.repeats} {contender.name:24}"
+                    f"{figures['tokens_per_s']:8.1f} tok/s"
+                )
+        summaries += [Summary(engine, name, tuple(found)) for engine, found in runs.items()]
+    return summaries
+
+
+def _check_complete(name: str, workload: Workload, figures: Mapping[str, float]) -> None:
+    """A rate counts only when all the work was done."""
+    if figures["output_tokens"] != workload.output_tokens:
+        raise BenchFailed(
+            f"{name} made {figures['output_tokens']:.0f} of {workload.output_tokens} tokens"
+        )
+
+
+def machine_facts(config: BenchConfig) -> dict[str, Any]:
+    """What one must know to read the figures."""
+    return {
+        "machine": {
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+        },
+        "versions": {name: _version(name) for name in ("tokenfleet", "torch", "transformers")},
+        "model": config.model.name,
+        "threads": config.num_threads,
+        "settings": dict(config.engine),
+        "compare_dtype": config.compare_dtype if config.compare else None,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,148 @@
+"""One engine under test in a process of its own: commands in as JSON lines, figures out.
+
+A process of its own, because its environment and its peak memory are its alone. Between commands it
+waits and computes nothing, so that several can take turns on the same cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tokenfleet.worker.bench_figures import Seen, figures_of
+
+Jobs = list[tuple[list[int], int]]
+Runner = Callable[[Jobs, dict[str, Any]], dict[str, float]]
+
+
+def main() -> None:
+    """Serve `{"open": ...}` once, then `{"run": jobs, ...}` until standard input closes."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is not an answer
+    opened = json.loads(sys.stdin.readline())
+    started = time.perf_counter()
+    runner, facts = _OPENERS[opened["engine"]](opened)
+    _answer(answers, facts | {"load_s": time.perf_counter() - started})
+    for line in sys.stdin:
+        command = json.loads(line)
+        figures = runner([(prompt, output) for prompt, output in command["run"]], command)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        _answer(answers, figures | {"peak_rss_bytes": float(peak)})
+
+
+def _answer(answers: Any, value: object) -> None:
+    answers.write(json.dumps(value) + "\n")
+    answers.flush()
+
+
+def open_engine(options: dict[str, Any]) -> tuple[Runner, dict[str, Any]]:
+    """Our engine's core: token ids in, token ids out."""
+    import torch
+
+    from tokenfleet.engine.config import EngineConfig
+    from tokenfleet.engine.core import EngineCore
+
+    torch.set_num_threads(options["threads"])
+    core = EngineCore(EngineConfig(**options["config"]))
+    facts = {
+        "torch": torch.__version__,
+        "block_size": core.limits.block_size,
+        "blocks": core.stats.blocks_total,
+        "vocab_size": core.spec.vocab_size,
+    }
+    return lambda jobs, _: run_core(core, jobs), facts
+
+
+def run_core(core: Any, jobs: Jobs) -> dict[str, float]:
+    """All jobs at once through an engine core, with what each step held."""
+    from tokenfleet.engine.request import EngineRequest
+    from tokenfleet.engine.sampling_params import SamplingParams
+
+    asked_at = time.perf_counter()
+    seen = {str(number): Seen(asked_at) for number in range(len(jobs))}
+    for number, (prompt, output) in enumerate(jobs):
+        params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+        core.add(EngineRequest(str(number), prompt, params))
+    steps = rows = 0
+    used, needed, spare = 0, 0, 0.0
+    while core.has_work:
+        events = core.step()
+        now = time.perf_counter()
+        for event in events:
+            seen[event.id].tokens(now, len(event.token_ids))
+        stats = core.stats
+        steps += 1
+        rows += stats.running
+        used, needed = max(used, stats.blocks_used), max(needed, stats.blocks_needed)
+        if stats.running:
+            over = (stats.blocks_used - stats.blocks_needed) / stats.running
+            spare = max(spare, over)
+    return figures_of(list(seen.values())) | {
+        "steps": steps,
+        "mean_batch": rows / max(1, steps),
+        "blocks_used_max": used,
+        "blocks_needed_max": needed,
+        "blocks_spare_per_sequence_max": spare,
+    }
+
+
+def open_transformers(options: dict[str, Any]) -> tuple[Runner, dict[str, Any]]:
+    """transformers' `generate` on the same weights, in static batches."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(options["threads"])
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        options["config"]["model"], dtype=getattr(torch, options["dtype"])
+    )
+    model.eval()
+    facts = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return lambda jobs, command: run_generate(model, jobs, command["batch"]), facts
+
+
+def run_generate(model: Any, jobs: Jobs, batch_size: int) -> dict[str, float]:
+    """Batches one after the other, each as long as its longest job; only asked-for tokens count."""
+    import torch
+
+    asked_at = time.perf_counter()
+    seen = [Seen(asked_at) for _ in jobs]
+    steps = 0
+    for start in range(0, len(jobs), batch_size):
+        batch = range(start, min(start + batch_size, len(jobs)))
+        times: list[float] = []
+
+        def clock(input_ids: Any, scores: Any, times: list[float] = times) -> Any:
+            times.append(time.perf_counter())
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+        prompts = torch.tensor([jobs[number][0] for number in batch])
+        longest = max(jobs[number][1] for number in batch)
+        with torch.inference_mode():
+            model.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                max_new_tokens=longest,
+                min_new_tokens=longest,
+                do_sample=False,
+                stopping_criteria=[clock],
+                pad_token_id=0,
+            )
+        steps += len(times)
+        for number in batch:
+            for moment in times[: jobs[number][1]]:
+                seen[number].tokens(moment, 1)
+    return figures_of(seen) | {"steps": steps, "mean_batch": float(batch_size)}
+
+
+_OPENERS: dict[str, Callable[[dict[str, Any]], tuple[Runner, dict[str, Any]]]] = {
+    "tokenfleet": open_engine,
+    "transformers": open_transformers,
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The same work through Redis: what the queue, the worker process and the text cost.
+
+Server, worker, subscriber and engine share this machine's cores, as they would not in a fleet; the
+ratio to the engine alone is therefore the worst case of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from tokenfleet.worker.bench import (
+    UNSET,
+    BenchConfig,
+    BenchFailed,
+    Child,
+    Contender,
+    EngineContender,
+    Report,
+    Say,
+    machine_facts,
+    take_turns,
+)
+from tokenfleet.worker.bench_figures import Seen, figures_of
+from tokenfleet.worker.bench_workloads import Workload, warm_up
+from tokenfleet.worker.worker_process import WorkerProcess
+
+if TYPE_CHECKING:
+    from tokenfleet.producer import AsyncClient, AsyncJob
+    from tokenfleet.producer.embedded import EmbeddedServer
+
+MODEL_NAME = "bench"
+
+
+class FleetContender:
+    """One worker process behind an embedded server, and a client in this process."""
+
+    name = "fleet"
+
+    def __init__(self, config: BenchConfig) -> None:
+        self._config = config
+        self._runner = asyncio.Runner()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        from tokenfleet.producer.embedded import EmbeddedServer
+
+        logs = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tokenfleet-")))
+        server = self._stack.enter_context(EmbeddedServer())
+        self._worker = self._make_worker(server, logs)
+        self._client = self._runner.run(self._open(server))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._runner.run(self._close())
+        self._runner.close()
+        self._stack.close()
+
+    def run(self, workload: Workload) -> dict[str, float]:
+        figures = self._runner.run(self._play(workload))
+        return figures | {"peak_rss_bytes": float(peak_rss_of_group(self._worker.pid))}
+
+    def _make_worker(self, server: EmbeddedServer, logs: Path) -> WorkerProcess:
+        slots = self._config.slots()
+        settings = self._config.engine_config(slots)
+        return WorkerProcess(
+            "bench-1",
+            {
+                **settings,
+                "redis_url": server.url,
+                "model_name": MODEL_NAME,
+                "grace_s": 0,
+                "log_level": "warning",
+            },
+            logs / "worker.log",
+            environment={
+                **dict.fromkeys(UNSET),
+                "OMP_NUM_THREADS": str(self._config.num_threads),
+            },
+        )
+
+    async def _open(self, server: EmbeddedServer) -> AsyncClient:
+        from tokenfleet.producer import AsyncClient
+
+        await self._worker.start()
+        await self._worker.ready()
+        return await AsyncClient(server.url).__aenter__()
+
+    async def _close(self) -> None:
+        if hasattr(self, "_client"):
+            await self._client.__aexit__(None, None, None)
+        await self._worker.stop(3.0)
+
+    async def _play(self, workload: Workload) -> dict[str, float]:
+        from tokenfleet.producer import SamplingParams
+
+        asked_at = time.perf_counter()
+        jobs = await self._client.submit_many(
+            [
+                {
+                    "model": MODEL_NAME,
+                    "prompt_token_ids": list(job.prompt),
+                    "sampling": SamplingParams(
+                        max_tokens=job.output, temperature=0.0, ignore_eos=True
+                    ),
+                }
+                for job in workload.jobs
+            ]
+        )
+        seen = await asyncio.gather(*(self._follow(job, asked_at) for job in jobs))
+        return figures_of(seen)
+
+    async def _follow(self, job: AsyncJob, asked_at: float) -> Seen:
+        seen = Seen(asked_at)
+        async for event in job.stream():
+            seen.tokens(time.perf_counter(), len(event.token_ids))
+            if event.error is not None:
+                raise BenchFailed(f"a job failed: {event.error.message}")
+        return seen
+
+
+def bench_fleet(config: BenchConfig, say: Say) -> Report:
+    """The fleet and the engine alone in turns; the ratio says what Redis and text cost."""
+    with ExitStack() as stack:
+        say(f"loading {config.model}, twice")
+        options: dict[str, Any] = {"config": config.engine_config(config.slots())}
+        alone = stack.enter_context(Child("tokenfleet", options, config.num_threads))
+        fleet = stack.enter_context(FleetContender(config))
+        vocab_size = int(alone.facts["vocab_size"])
+        contenders: list[Contender] = [fleet, EngineContender(alone)]
+        for contender in contenders:
+            contender.run(warm_up(vocab_size))
+        summaries = take_turns(config, vocab_size, lambda _: contenders, say)
+        facts = machine_facts(config) | {"engine": alone.facts}
+    return Report("fleet", tuple(summaries), "fleet", facts)
+
+
+def peak_rss_of_group(leader: int) -> int:
+    """Peak resident bytes of a worker process and its engine process together."""
+    total = 0
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            stat = status.with_name("stat").read_text().rpartition(")")[2].split()
+            if int(stat[2]) != leader:  # process group
+                continue
+            peak = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM:"))
+        except (OSError, StopIteration):
+            continue  # it has just ended
+        total += int(peak.split()[1]) * 1024
+    return total

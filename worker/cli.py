@@ -1,0 +1,115 @@
+"""The command line. Each command is one function in a module that owns its subject.
+
+Importing this module loads nothing heavy: a command imports what it needs when it runs, so that
+`tokenfleet worker` starts as fast as its model loads and `tokenfleet submit` needs no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from tokenfleet.worker import cli_bench, cli_demo, cli_jobs, cli_queue, cli_worker
+
+EXAMPLES = {
+    "worker": "tokenfleet worker --model ./SmolLM2-135M-Instruct --model-name smollm2",
+    "submit": 'tokenfleet submit --stream "Why is the sky blue?"',
+    "stream": "tokenfleet stream 0199c2f0-2b7e-7c61-9d3c-0a4b5c6d7e8f.0 --from-offset 40",
+    "result": "tokenfleet result 0199c2f0-2b7e-7c61-9d3c-0a4b5c6d7e8f.0 --timeout-s 30 -o json",
+    "cancel": "tokenfleet cancel 0199c2f0-2b7e-7c61-9d3c-0a4b5c6d7e8f.0",
+    "queue": "tokenfleet queue list",
+    "queue list": "tokenfleet queue list -o json",
+    "queue depth": "tokenfleet queue depth --model smollm2",
+    "dead": "tokenfleet dead list",
+    "dead list": "tokenfleet dead list --limit 10",
+    "dead show": "tokenfleet dead show 0199c2f0-2b7e-7c61-9d3c-0a4b5c6d7e8f.0",
+    "dead replay": "tokenfleet dead replay --all",
+    "doctor": "tokenfleet doctor --redis-url redis://localhost:6379/0",
+    "demo": "tokenfleet demo",
+    "bench": "tokenfleet bench engine -n 8",
+    "bench engine": "tokenfleet bench engine -n 8 --compare transformers --json figures.json",
+    "bench fleet": "tokenfleet bench fleet -n 8 -n 32",
+}
+"""One line per command that works as it stands."""
+
+SETTINGS = {"help_option_names": ["-h", "--help"]}
+
+
+def build(arguments: list[str]) -> typer.Typer:
+    """The application. `worker` gets its setting flags only when asked for: they cost time."""
+    app = _group("LLM jobs through Redis: exactly-once token streams from a fleet of workers.")
+    app.callback()(_root)
+    asked_for_worker = next((a for a in arguments if not a.startswith("-")), None) == "worker"
+    serve = (
+        cli_worker.with_setting_flags(cli_worker.worker)
+        if asked_for_worker
+        else cli_worker.without_setting_flags(cli_worker.worker)
+    )
+    _add(app, "worker", serve)
+    for name, command in (
+        ("submit", cli_jobs.submit),
+        ("stream", cli_jobs.stream),
+        ("result", cli_jobs.result),
+        ("cancel", cli_jobs.cancel),
+    ):
+        _add(app, name, command)
+    queue = _group("The jobs that wait and run.", app, "queue")
+    _add(queue, "list", cli_queue.queue_list, "queue")
+    _add(queue, "depth", cli_queue.queue_depth, "queue")
+    dead = _group("The jobs that were given up.", app, "dead")
+    _add(dead, "list", cli_queue.dead_list, "dead")
+    _add(dead, "show", cli_queue.dead_show, "dead")
+    _add(dead, "replay", cli_queue.dead_replay, "dead")
+    _add(app, "doctor", cli_queue.doctor)
+    _add(app, "demo", cli_demo.demo)
+    bench = _group("What this machine does, in figures.", app, "bench")
+    _add(bench, "engine", cli_bench.bench_engine, "bench")
+    _add(bench, "fleet", cli_bench.bench_fleet, "bench")
+    return app
+
+
+def _group(text: str, parent: typer.Typer | None = None, name: str = "") -> typer.Typer:
+    group = typer.Typer(
+        help=text,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+        context_settings=SETTINGS,
+        epilog=f"Example:  {EXAMPLES[name]}" if name else None,
+    )
+    if parent is not None:
+        parent.add_typer(group, name=name)
+    return group
+
+
+def _add(app: typer.Typer, name: str, command: Callable[..., Any], group: str = "") -> None:
+    example = EXAMPLES[f"{group} {name}".strip()]
+    app.command(name, epilog=f"Example:  {example}", context_settings=SETTINGS)(command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(version("tokenfleet"))
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """LLM jobs through Redis: exactly-once token streams from a fleet of workers."""
+
+
+def main() -> None:
+    """Entry point of the `tokenfleet` command."""
+    build(sys.argv[1:])(prog_name="tokenfleet")
+
+
+if __name__ == "__main__":
+    main()

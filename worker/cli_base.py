@@ -1,0 +1,146 @@
+"""What all commands share: options, output as text or JSON, and which error is which exit code.
+
+Exit codes: 0 ok, 1 some jobs failed, 2 bad input, 3 broker unreachable, 4 timeout. What a command
+found goes to standard output, in the asked form only; everything said about it goes to standard
+error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from tokenfleet.producer import errors
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+OK, SOME_FAILED, BAD_INPUT, UNREACHABLE, TIMED_OUT = range(5)
+INTERRUPTED = 130
+
+
+class Output(StrEnum):
+    """How a command prints what it found."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+OutputOption = Annotated[
+    Output, typer.Option("--output", "-o", help="text for people, json for programs.")
+]
+RedisUrl = Annotated[
+    str,
+    typer.Option(envvar="TOKENFLEET_REDIS_URL", help="redis://, rediss:// or unix://."),
+]
+Namespace = Annotated[
+    str, typer.Option(envvar="TOKENFLEET_NAMESPACE", help="The fleet's prefix of all keys.")
+]
+DEFAULT_URL = "redis://localhost:6379/0"
+DEFAULT_NAMESPACE = "tokenfleet"
+
+
+def run(work: Coroutine[Any, Any, int], output: Output) -> NoReturn:
+    """Run a command to its end and exit with its code; a typed error is a sentence and a code."""
+    try:
+        code = asyncio.run(work)
+    except errors.TokenfleetError as error:
+        fail(error, output)
+    except TimeoutError as error:
+        say_error("timeout", str(error) or "the time was up", output)
+        raise typer.Exit(TIMED_OUT) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:  # the reader of our output has gone: there is nothing left to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(OK) from None
+    raise typer.Exit(code)
+
+
+def fail(error: Exception, output: Output) -> NoReturn:
+    """Say what went wrong and exit with the code of its kind."""
+    say_error(type(error).__name__, str(error), output)
+    raise typer.Exit(code_of(error)) from None
+
+
+def code_of(error: Exception) -> int:
+    """The exit code of a typed error."""
+    if isinstance(error, TimeoutError):
+        return TIMED_OUT
+    if isinstance(error, errors.BrokerUnavailable | errors.BrokerUnsupported):
+        return UNREACHABLE
+    if isinstance(error, errors.StreamInterrupted):
+        return UNREACHABLE
+    if isinstance(error, errors.JobEnded | errors.QueueFull):
+        return SOME_FAILED
+    return BAD_INPUT
+
+
+def say_error(kind: str, message: str, output: Output) -> None:
+    if output is Output.JSON:
+        typer.echo(json.dumps({"error": kind, "message": message}), err=True)
+    else:
+        typer.echo(f"error: {message}", err=True)
+
+
+def note(message: str) -> None:
+    """Something worth knowing that is not what was asked for."""
+    typer.echo(message, err=True)
+
+
+def print_json(value: object) -> None:
+    typer.echo(json.dumps(value, default=_plain, ensure_ascii=False))
+
+
+def _plain(value: object) -> object:
+    """Mappings and sequences of any kind as JSON has them."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence | set | frozenset):
+        return list(value)
+    return str(value)
+
+
+def print_rows(
+    columns: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    output: Output,
+    *,
+    empty: str,
+    show: Callable[[str, Any], str] = lambda _, value: "" if value is None else str(value),
+    titles: Mapping[str, str] | None = None,
+) -> None:
+    """A list of alike things: a table for people, a JSON array for programs."""
+    if output is Output.JSON:
+        print_json(rows)
+        return
+    if not rows:
+        note(empty)
+        return
+    known = titles or {}
+    table = _table([known.get(column, column.replace("_", " ")) for column in columns])
+    for row in rows:
+        table.add_row(*(show(column, row.get(column)) for column in columns))
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:  # a pipe has no width: never cut a value there
+        console = Console(width=10_000)
+    console.print(table)
+
+
+def _table(titles: Sequence[str]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in titles:
+        table.add_column(title)
+    return table

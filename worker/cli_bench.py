@@ -1,0 +1,183 @@
+"""`tokenfleet bench engine|fleet`: figures of this machine, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenfleet.worker import cli_base as base
+from tokenfleet.worker.cli_base import Output, OutputOption
+
+if TYPE_CHECKING:
+    from tokenfleet.worker.bench import BenchConfig, Report, Say
+
+
+class WorkloadName(StrEnum):
+    W = "W"
+    S = "S"
+
+
+class Peer(StrEnum):
+    TRANSFORMERS = "transformers"
+
+
+Model = Annotated[
+    Path | None, typer.Option(help="Checkpoint directory.", show_default="SmolLM2-135M-Instruct")
+]
+Counts = Annotated[list[int] | None, typer.Option("-n", min=1, help="N of W; repeatable.")]
+Workloads = Annotated[list[WorkloadName] | None, typer.Option("--workload", "-w")]
+Repeats = Annotated[int, typer.Option(min=1, help="Runs of each, in turns.")]
+Threads = Annotated[int, typer.Option(min=0, help="0: one per core.")]
+JsonPath = Annotated[Path | None, typer.Option("--json", help="Write everything found there.")]
+DType = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
+Quantization = Annotated[str | None, typer.Option(help="int8 or fp8.")]
+Budget = Annotated[int, typer.Option(min=1, help="Token budget of a step.")]
+
+COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("tok/s", "tokens_per_s", lambda v: f"{v:.1f}"),
+    ("TTFT p50", "ttft_p50_s", lambda v: f"{v:.2f} s"),
+    ("p99", "ttft_p99_s", lambda v: f"{v:.2f} s"),
+    ("per token p50", "tpot_p50_s", lambda v: f"{v * 1e3:.1f} ms"),
+    ("p99", "tpot_p99_s", lambda v: f"{v * 1e3:.1f} ms"),
+    ("gap p99", "gap_p99_s", lambda v: f"{v * 1e3:.0f} ms"),
+    ("steps", "steps", lambda v: f"{v:.0f}"),
+    ("mean batch", "mean_batch", lambda v: f"{v:.1f}"),
+    ("peak memory", "peak_rss_bytes", lambda v: f"{v / 2**20:.0f} MiB"),
+    ("blocks used/needed", "blocks_used_max", lambda v: f"{v:.0f}"),
+)
+
+
+def bench_engine(
+    model: Model = None,
+    count: Counts = None,
+    workload: Workloads = None,
+    repeats: Repeats = 3,
+    threads: Threads = 0,
+    compare: Annotated[
+        list[Peer] | None, typer.Option(help="Run this beside it, in the same run.")
+    ] = None,
+    compare_dtype: Annotated[str, typer.Option(help="What the peer computes in.")] = "bfloat16",
+    dtype: DType = "auto",
+    quantization: Quantization = None,
+    max_num_batched_tokens: Budget = 512,
+    json_path: JsonPath = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Run W or S on the engine alone: tokens/s, latencies, steps, memory."""
+    from tokenfleet.worker import bench
+
+    config = _config(
+        model,
+        count,
+        workload,
+        repeats=repeats,
+        threads=threads,
+        compare=tuple(peer.value for peer in compare or ()),
+        compare_dtype=compare_dtype,
+        engine=_engine_settings(dtype, quantization, max_num_batched_tokens),
+    )
+    _report(bench.bench_engine, config, json_path, output)
+
+
+def bench_fleet(
+    model: Model = None,
+    count: Counts = None,
+    workload: Workloads = None,
+    repeats: Repeats = 3,
+    threads: Threads = 0,
+    dtype: DType = "auto",
+    quantization: Quantization = None,
+    max_num_batched_tokens: Budget = 512,
+    json_path: JsonPath = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Run the same work through Redis and a worker, and compare with the engine alone."""
+    from tokenfleet.worker import bench_fleet as fleet
+
+    config = _config(
+        model,
+        count,
+        workload,
+        repeats=repeats,
+        threads=threads,
+        engine=_engine_settings(dtype, quantization, max_num_batched_tokens),
+    )
+    _report(fleet.bench_fleet, config, json_path, output)
+
+
+def _config(
+    model: Path | None, counts: list[int] | None, workloads: list[WorkloadName] | None, **rest: Any
+) -> BenchConfig:
+    from tokenfleet.worker.bench import BenchConfig
+
+    if model is None:
+        from tokenfleet.worker.demo_model import prepare_smollm2
+
+        model = prepare_smollm2()
+    return BenchConfig(
+        model=model,
+        counts=tuple(counts or (8,)),
+        workloads=tuple(name.value for name in workloads or (WorkloadName.W,)),
+        **rest,
+    )
+
+
+def _engine_settings(dtype: str, quantization: str | None, budget: int) -> dict[str, Any]:
+    settings: dict[str, Any] = {"dtype": dtype, "max_num_batched_tokens": budget}
+    if quantization is not None:
+        settings["quantization"] = quantization
+    return settings
+
+
+def _report(
+    run: Callable[[BenchConfig, Say], Report],
+    config: BenchConfig,
+    json_path: Path | None,
+    output: Output,
+) -> None:
+    from tokenfleet.worker.bench import BenchFailed
+
+    try:
+        report = run(config, base.note)
+    except BenchFailed as error:
+        base.say_error("BenchFailed", str(error), output)
+        raise typer.Exit(base.SOME_FAILED) from None
+    if json_path is not None:
+        json_path.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+    if output is Output.JSON:
+        base.print_json(report.as_dict())
+        return
+    _print_table(report)
+
+
+def _print_table(report: Report) -> None:
+    rows = []
+    for summary in report.summaries:
+        row: dict[str, Any] = {"workload": summary.workload, "engine": summary.engine}
+        for number, (_, name, show) in enumerate(COLUMNS):
+            row[str(number)] = show(summary.middle(name)) if summary.has(name) else "-"
+        if summary.has("blocks_needed_max"):
+            row[str(len(COLUMNS) - 1)] += f"/{summary.middle('blocks_needed_max'):.0f}"
+        low, high = summary.span("tokens_per_s")
+        row["spread"] = f"{low:.1f} - {high:.1f}"
+        rows.append(row)
+    titles = {str(number): title for number, (title, _, _) in enumerate(COLUMNS)}
+    columns = ("workload", "engine", "0", "spread", *list(titles)[1:])
+    base.print_rows(columns, rows, Output.TEXT, empty="", titles=titles)
+    for found in report.ratios():
+        typer.echo(
+            f"{found['workload']}: {found['of']} / {found['to']} = "
+            f"{found['tokens_per_s']:.2f} x tokens/s"
+        )
+    for summary in report.summaries:
+        if summary.has("blocks_spare_per_sequence_max"):
+            most = summary.span("blocks_spare_per_sequence_max")[1]
+            typer.echo(
+                f"{summary.workload}: blocks in use beyond those that the tokens present need: "
+                f"at most {most:.2f} per sequence"
+            )

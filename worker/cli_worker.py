@@ -1,0 +1,233 @@
+"""`tokenfleet worker`: every setting is a flag, made from the settings themselves.
+
+The flags and the settings cannot drift apart, and one validator judges both: a flag's text goes to
+pydantic as an environment variable's does.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import os
+import socket
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+from urllib.parse import urlsplit
+
+import typer
+
+from tokenfleet.worker import cli_base as base
+from tokenfleet.worker.cli_base import Output
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+    from tokenfleet.producer.embedded import EmbeddedServer
+    from tokenfleet.worker.settings import WorkerSettings
+
+DEMO_NAME = "smollm2"
+HIDDEN = ("fault",)
+"""Settings that are hooks of the tests."""
+
+
+def worker(
+    embedded: Annotated[
+        bool,
+        typer.Option(
+            "--embedded", help="Bring a Redis-compatible server along, and the demo model if none."
+        ),
+    ] = False,
+    config: Annotated[
+        Path | None, typer.Option(envvar="TOKENFLEET_CONFIG", help="TOML file of settings.")
+    ] = None,
+    log_format: Annotated[
+        str, typer.Option(metavar="auto|json|console", help="auto: console on a terminal.")
+    ] = "auto",
+    **flags: Any,
+) -> None:
+    """Serve a model: take jobs from the queue into free slots, stream their tokens back."""
+    from tokenfleet.worker.settings import SettingsError, load_settings, unknown_variables
+
+    if config is not None:
+        os.environ["TOKENFLEET_CONFIG"] = str(config)
+    server: EmbeddedServer | None = None
+    try:
+        if embedded:
+            flags, server = _bring_along(flags)
+        settings = load_settings(**flags)
+    except SettingsError as error:
+        base.say_error("SettingsError", str(error), Output.TEXT)
+        raise typer.Exit(base.BAD_INPUT) from None
+    for name in unknown_variables():
+        base.note(f"warning: {name} is no setting of tokenfleet")
+    try:
+        raise typer.Exit(_serve(settings, log_format))
+    finally:
+        if server is not None:
+            server.stop()
+
+
+def with_setting_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with one more option per setting. Imports pydantic-settings: call it late."""
+    from tokenfleet.worker.settings import WorkerSettings
+
+    signature = inspect.signature(command, eval_str=True)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    texts = setting_texts(WorkerSettings)
+    settings = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=_flag(name, field, texts.get(name, "")),
+        )
+        for name, field in WorkerSettings.model_fields.items()
+    ]
+
+    def with_flags(**given: Any) -> None:
+        command(**given)
+
+    with_flags.__doc__ = command.__doc__
+    with_flags.__signature__ = signature.replace(  # type: ignore[attr-defined]  # as inspect documents it
+        parameters=[p.replace(kind=p.KEYWORD_ONLY) for p in own] + settings
+    )
+    with_flags.__annotations__ = {p.name: p.annotation for p in own + settings}
+    return with_flags
+
+
+def without_setting_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as a list of commands needs it: its name and its sentence."""
+
+    def listed() -> None:
+        command()
+
+    listed.__doc__ = command.__doc__
+    return listed
+
+
+def setting_texts(settings: type[WorkerSettings]) -> dict[str, str]:
+    """The text under each field's declaration."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(settings))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    texts: dict[str, str] = {}
+    for declared, text in zip(body.body, body.body[1:]):
+        if (
+            isinstance(declared, ast.AnnAssign)
+            and isinstance(declared.target, ast.Name)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value, ast.Constant)
+        ):
+            texts[declared.target.id] = " ".join(str(text.value.value).split())
+    return texts
+
+
+def _flag(name: str, field: FieldInfo, text: str) -> Any:
+    word = name.replace("_", "-")
+    kind: Any = str
+    spelled = f"--{word}"
+    if field.annotation is bool:
+        kind, spelled = bool, f"--{word}/--no-{word}"
+    option = typer.Option(
+        spelled,
+        help=text,
+        metavar=None if kind is bool else _metavar(field.annotation),
+        show_default=_shown(field),
+        envvar=f"TOKENFLEET_{name.upper()}",
+        rich_help_panel="Settings",
+        hidden=name in HIDDEN,
+    )
+    return Annotated[kind | None, option]
+
+
+def _shown(field: FieldInfo) -> str | bool:
+    if field.is_required() or field.default is None:
+        return False
+    return str(field.default)
+
+
+def _metavar(annotation: Any) -> str:
+    """What to write for a type: int -> INT, Literal -> a|b, Path | None -> PATH."""
+    parts = [part for part in get_args(annotation) if part is not type(None)]
+    if parts and isinstance(parts[0], str):
+        return "|".join(parts)
+    if get_origin(annotation) is Annotated or len(parts) == 1:
+        return _metavar(parts[0])
+    names = {int: "INT", float: "NUMBER", Path: "PATH", str: "TEXT"}
+    return names.get(annotation, "TEXT")
+
+
+def _bring_along(flags: dict[str, Any]) -> tuple[dict[str, Any], EmbeddedServer]:
+    """Start the embedded server where redis_url says, and fill in the demo model."""
+    from tokenfleet.producer.embedded import EmbeddedServer
+
+    url = urlsplit(flags.get("redis_url") or base.DEFAULT_URL)
+    given = dict(flags)
+    if given.get("model") is None:
+        from tokenfleet.worker.demo_model import prepare_smollm2
+
+        base.note("preparing SmolLM2-135M-Instruct (cached after the first time)")
+        given["model"] = str(prepare_smollm2())
+        given["model_name"] = given.get("model_name") or DEMO_NAME
+    if _taken(url.port or 6379):
+        base.say_error(
+            "PortTaken",
+            f"port {url.port or 6379} is in use; leave out --embedded to use what listens there, "
+            "or give another one: --redis-url redis://localhost:6380/0",
+            Output.TEXT,
+        )
+        raise typer.Exit(base.BAD_INPUT)
+    server = EmbeddedServer(port=url.port or 6379).start()
+    given["redis_url"] = server.url
+    base.note(f"embedded server at {server.url}")
+    return given, server
+
+
+def _taken(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _serve(settings: WorkerSettings, log_format: str) -> int:
+    """Run the service on the fastest event loop there is; its exit code."""
+    from tokenfleet.worker import logs
+    from tokenfleet.worker.service import WorkerService
+
+    async def serve() -> int:
+        try:
+            service = WorkerService(settings, started=started_at())
+        except ValueError as error:
+            base.say_error("SettingsError", str(error), Output.TEXT)
+            return base.BAD_INPUT
+        logs.configure(
+            level=settings.log_level,
+            log_format=log_format,
+            worker=service.worker_id,
+            trace_ids=service.telemetry.trace_ids,
+        )
+        return await service.run()
+
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(serve())
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def started_at() -> float:
+    """When this process began, on the monotonic clock; now, where the system does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, AttributeError):
+        age_s = 0.0
+    return time.monotonic() - age_s

@@ -1,0 +1,272 @@
+"""The demo: eight jobs over two workers, one of which is killed in the middle of its sentences.
+
+Nothing is staged. The queue, the model, the kill and the takeover are what a fleet does anyway; the
+demo only watches, counts, and compares each stream with its job's result. It ends by itself, and
+takes every process that it started with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from opentelemetry import trace
+
+from tokenfleet.worker.demo_view import View
+from tokenfleet.worker.worker_process import WorkerProcess
+
+if TYPE_CHECKING:
+    from tokenfleet.producer import AsyncClient, AsyncJob, Event
+    from tokenfleet.worker.exporters import Exporters
+
+MODEL_NAME = "smollm2"
+SLOTS = 3
+"""Per worker; fewer than there are jobs, so that some wait until a slot is free."""
+LEASE_S = 2.0
+"""How long the killed worker's jobs wait before they move on."""
+KILL_AFTER_TOKENS = 12
+"""The worker that dies has at least two jobs that are this far."""
+ARRIVAL_S = 0.4
+
+PROMPTS: tuple[tuple[str, int], ...] = (
+    ("Tell me a short story about a lighthouse keeper.", 160),
+    ("Write a haiku about rivers.", 32),
+    ("List five uses of a paper clip.", 110),
+    ("Explain to a child what a queue is.", 90),
+    ("Describe the smell of rain.", 60),
+    ("Give me three tips for learning to cook.", 140),
+    ("Why is the sky blue?", 80),
+    ("Write a letter from a cat to its owner.", 160),
+)
+
+
+@dataclass(slots=True)
+class Watched:
+    """One job as its subscriber sees it. Only `follow` changes it."""
+
+    number: int
+    prompt: str
+    job: AsyncJob | None = None
+    trace_id: str = ""
+    submitted_at: float = 0.0
+    first_token_at: float | None = None
+    ended_at: float | None = None
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    attempt: int = 0
+    workers: list[str] = field(default_factory=list)
+    """Who ran it, in order."""
+    resumed_at: int | None = None
+    """Offset at which another worker went on."""
+    faults: list[str] = field(default_factory=list)
+    """What is wrong with the stream; empty at the end, or the demo has failed."""
+
+    @property
+    def running(self) -> bool:
+        return self.first_token_at is not None and self.ended_at is None
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_at is None else self.first_token_at - self.submitted_at
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        if self.ended_at is None or self.first_token_at is None or len(self.token_ids) < 2:
+            return None
+        return (len(self.token_ids) - 1) / max(1e-9, self.ended_at - self.first_token_at)
+
+    def take(self, event: Event, now: float) -> None:
+        """Append an event, checking that it follows the one before."""
+        if event.offset != len(self.token_ids):
+            kind = "gap" if event.offset > len(self.token_ids) else "duplicate"
+            self.faults.append(f"{kind} at offset {event.offset}, after {len(self.token_ids)}")
+        if event.token_ids and self.first_token_at is None:
+            self.first_token_at = now
+        self.token_ids += event.token_ids
+        self.text += event.text
+        if event.final:
+            self.ended_at = now
+            if event.finish_reason not in ("stop", "length"):
+                why = event.error.message if event.error else event.finish_reason
+                self.faults.append(f"ended without finishing: {why}")
+
+
+@dataclass(frozen=True, slots=True)
+class DemoConfig:
+    """What the demo runs with."""
+
+    trace_dir: Path
+    prompts: Sequence[tuple[str, int]] = PROMPTS
+    kill: bool = True
+
+
+class Demo:
+    """Runs the demo once. `run` returns the exit code."""
+
+    def __init__(self, config: DemoConfig, view: View) -> None:
+        self._config = config
+        self._view = view
+        self._started = time.monotonic()
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        self._trace_file = config.trace_dir / f"demo-{stamp}.jsonl"
+        self._jobs = [Watched(n, prompt) for n, (prompt, _) in enumerate(config.prompts, start=1)]
+        self._workers: dict[str, WorkerProcess] = {}
+
+    async def run(self) -> int:
+        """0 when every stream equals its result, 1 otherwise."""
+        async with AsyncExitStack() as stack:
+            await self._run_in(stack)
+        return 1 if any(job.faults for job in self._jobs) else 0
+
+    async def _run_in(self, stack: AsyncExitStack) -> None:
+        from tokenfleet.producer import AsyncClient
+        from tokenfleet.producer.embedded import EmbeddedServer
+        from tokenfleet.worker.demo_model import prepare_smollm2
+        from tokenfleet.worker.exporters import ExportConfig, Exporters
+
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tokenfleet-demo-")))
+        exporters = Exporters(ExportConfig(service="demo-producer", trace_file=self._trace_file))
+        stack.callback(exporters.shutdown, 2.0)
+        trace.set_tracer_provider(exporters.tracer_provider)
+        self._say("preparing SmolLM2-135M-Instruct (converted once, then cached)")
+        model = await asyncio.to_thread(prepare_smollm2)
+        server = stack.enter_context(EmbeddedServer())
+        self._say(f"embedded server at {server.url}")
+        for name in ("worker-1", "worker-2"):
+            await self._start_worker(stack, name, server.url, model, logs)
+        client = await stack.enter_async_context(AsyncClient(server.url, tenant="demo"))
+        stack.enter_context(self._view.shown(self._jobs, self._elapsed))
+        await self._play(client, exporters)
+        self._view.finish(self._jobs, self._trace_file, self._elapsed())
+
+    async def _start_worker(
+        self, stack: AsyncExitStack, name: str, url: str, model: Path, logs: Path
+    ) -> None:
+        worker = WorkerProcess(
+            name,
+            {
+                "redis_url": url,
+                "model": model,
+                "model_name": MODEL_NAME,
+                "max_num_seqs": SLOTS,
+                "max_model_len": 1024,
+                "lease_s": LEASE_S,
+                "grace_s": 0,
+                "prefetch": 0,
+                "trace_file": self._trace_file,
+            },
+            logs / f"{name}.log",
+            environment={"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2))},
+        )
+        stack.push_async_callback(worker.stop, 3.0)
+        await worker.start()
+        self._workers[name] = worker
+        self._say(f"{name} started (pid {worker.pid})")
+
+    async def _play(self, client: AsyncClient, exporters: Exporters) -> None:
+        """Submit one after the other, follow all at once, and kill a worker meanwhile."""
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(self._watch_workers())
+            if self._config.kill:
+                group.create_task(self._kill_one())
+            followers = []
+            for job, (prompt, max_tokens) in zip(self._jobs, self._config.prompts, strict=True):
+                await self._submit(client, exporters, job, prompt, max_tokens)
+                followers.append(group.create_task(self._follow(job)))
+                await asyncio.sleep(ARRIVAL_S)
+            await asyncio.wait(followers)
+            watching.cancel()
+
+    async def _submit(
+        self, client: AsyncClient, exporters: Exporters, job: Watched, prompt: str, max_tokens: int
+    ) -> None:
+        from tokenfleet.producer import SamplingParams
+
+        tracer = exporters.tracer_provider.get_tracer("tokenfleet.demo")
+        with tracer.start_as_current_span(f"demo job {job.number}") as span:
+            job.trace_id = f"{span.get_span_context().trace_id:032x}"
+            job.submitted_at = time.monotonic()
+            job.job = await client.submit(
+                model=MODEL_NAME,
+                messages=[{"role": "user", "content": prompt}],
+                sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+                priority="interactive",
+            )
+        self._view.submitted(job)
+
+    async def _follow(self, job: Watched) -> None:
+        assert job.job is not None
+        async for event in job.job.stream():
+            if event.attempt != job.attempt and event.attempt > 0:
+                await self._new_attempt(job, event)
+            job.take(event, time.monotonic())
+            self._view.event(job, event)
+        result = await job.job.result(timeout_s=30)
+        if list(result.token_ids) != job.token_ids or result.text != job.text:
+            job.faults.append(
+                f"the stream has {len(job.token_ids)} tokens, the result {len(result.token_ids)}"
+            )
+
+    async def _new_attempt(self, job: Watched, event: Event) -> None:
+        assert job.job is not None
+        status = await job.job.status()
+        before, job.attempt = job.attempt, event.attempt
+        if status.owner:
+            job.workers.append(status.owner)
+        if before:
+            job.resumed_at = event.offset
+            self._view.resumed(job)
+
+    async def _kill_one(self) -> None:
+        """SIGKILL the worker with the most jobs in the middle of their text."""
+        for worker in self._workers.values():
+            await worker.ready()
+            self._say(f"{worker.name} is ready")
+        while (victim := self._victim()) is None:
+            if all(job.ended_at is not None for job in self._jobs):
+                return
+            await asyncio.sleep(0.02)
+        hit = self._running_on(victim.name)
+        await victim.kill()
+        self._view.killed(victim.name, victim.pid, hit)
+
+    def _victim(self) -> WorkerProcess | None:
+        busy = {name: self._running_on(name) for name in self._workers}
+        if not all(busy.values()):
+            return None
+        name = max(busy, key=lambda one: len(busy[one]))
+        far = [job for job in busy[name] if len(job.token_ids) >= KILL_AFTER_TOKENS]
+        return self._workers[name] if len(far) >= min(2, len(self._jobs)) else None
+
+    def _running_on(self, name: str) -> list[Watched]:
+        return [job for job in self._jobs if job.running and job.workers[-1:] == [name]]
+
+    async def _watch_workers(self) -> None:
+        """End the demo when nobody is left to run its jobs."""
+        await asyncio.gather(*(worker.ended() for worker in self._workers.values()))
+        raise RuntimeError("\n".join(f"{w.name}: {w.last_lines()}" for w in self._workers.values()))
+
+    def _say(self, text: str) -> None:
+        self._view.say(text, self._elapsed())
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._started
+
+
+async def run_demo(config: DemoConfig, view: View) -> int:
+    """The demo as a command: Ctrl-C and SIGTERM end it cleanly, with code 130."""
+    loop, main = asyncio.get_running_loop(), asyncio.current_task()
+    assert main is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, main.cancel)
+    with suppress(asyncio.CancelledError):
+        return await Demo(config, view).run()
+    return 130

@@ -1,0 +1,161 @@
+"""A `tokenfleet worker` as a child process, for the demo and the fleet bench.
+
+It never outlives its parent: the kernel kills it when the parent dies, and `stop` ends its whole
+process group. Ctrl-C reaches the parent only, which decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+POLL_S = 0.05
+
+
+class WorkerDied(RuntimeError):
+    """A worker ended that should be running; the message ends with its last log lines."""
+
+
+@dataclass(slots=True)
+class WorkerProcess:
+    """One worker.
+
+    Start it from the main thread: the kernel's parent-death signal follows threads.
+    """
+
+    name: str
+    """Its worker_id."""
+    settings: Mapping[str, object]
+    """Flags by setting name; True and False for switches."""
+    log: Path
+    """Where its standard error goes."""
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    """Changes to our environment; None removes a variable."""
+    health_port: int = field(default_factory=lambda: free_port())
+    _process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int:
+        """Raises WorkerDied when it was never started."""
+        if self._process is None:
+            raise WorkerDied(f"{self.name} was not started")
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        libc = ctypes.CDLL(None)
+
+        def die_with_parent() -> None:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+        with self.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "tokenfleet.worker.cli",
+                "worker",
+                *flags_of(
+                    {
+                        **self.settings,
+                        "worker_id": self.name,
+                        "health_port": self.health_port,
+                    }
+                ),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment(),
+                start_new_session=True,
+                preexec_fn=die_with_parent if sys.platform == "linux" else None,
+            )
+
+    async def ready(self) -> None:
+        """Wait until it takes jobs. Raises WorkerDied when it ends before."""
+        while not await _is_ready(self.health_port):
+            if not self.alive:
+                raise WorkerDied(f"{self.name} ended at its start:\n{self.last_lines()}")
+            await asyncio.sleep(POLL_S)
+
+    async def ended(self) -> int:
+        """Wait for its end, for whatever reason; the exit code."""
+        if self._process is None:
+            raise WorkerDied(f"{self.name} was not started")
+        return await self._process.wait()
+
+    async def kill(self) -> None:
+        """SIGKILL to the worker process alone; its engine process follows by itself."""
+        if self._process is not None and self.alive:
+            self._process.kill()
+            await self._process.wait()
+
+    async def stop(self, patience_s: float = 10.0) -> int | None:
+        """SIGTERM, then SIGKILL to what is left of its group.
+
+        The exit code, None if never started.
+        """
+        process = self._process
+        if process is None:
+            return None
+        if self.alive:
+            process.terminate()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), patience_s)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return await process.wait()
+
+    def last_lines(self, count: int = 15) -> str:
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return "\n".join(lines[-count:])
+
+    def _environment(self) -> dict[str, str]:
+        changed = {**os.environ, **self.environment}
+        return {name: value for name, value in changed.items() if value is not None}
+
+
+def flags_of(settings: Mapping[str, object]) -> list[str]:
+    """Settings as the worker's command line spells them; None is left out."""
+    flags: list[str] = []
+    for name, value in settings.items():
+        word = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{word}" if value else f"--no-{word}")
+        elif value is not None:
+            flags += [f"--{word}", str(value)]
+    return flags
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def _is_ready(port: int) -> bool:
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    try:
+        writer.write(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        status = await asyncio.wait_for(reader.readline(), timeout=2.0)
+        return b" 200 " in status
+    except (OSError, TimeoutError):
+        return False
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
