@@ -17,7 +17,8 @@ from tokenfleet.worker.dispatch import Dispatcher
 from tokenfleet.worker.queue import JobQueue
 from tokenfleet.worker.roster import Roster
 
-DOORBELL_S = 2.0
+DOORBELL_S = 1.0
+"""A job that comes due while the bell is silent (a delay, a retry) waits no longer than this."""
 
 log = structlog.get_logger()
 
@@ -45,16 +46,12 @@ class Intake:
         which its lease will tell, and which counts."""
         self.last_claim: float | None = None
         """When Redis last answered a claim; monotonic."""
-        self._draining = asyncio.Event()
-
-    @property
-    def draining(self) -> bool:
+        self.draining = False
         """Whether nothing is claimed any more."""
-        return self._draining.is_set()
 
     def drain(self) -> None:
         """Claim nothing from here on; `run` returns soon, and after any claim in flight."""
-        self._draining.set()
+        self.draining = True
         self._roster.touch()
 
     async def run(self) -> None:
@@ -63,7 +60,7 @@ class Intake:
             room = self._roster.room() if self._dispatcher.engine is not None else 0
             if room == 0:
                 await self._roster.change()
-            elif not await self._claim(room):
+            elif not await self._claim(room) and not self.draining:
                 await self._wait()
 
     async def _claim(self, room: int) -> bool:
@@ -90,17 +87,17 @@ class Intake:
             log.warning("phantom_claims_released", jobs=sorted(released))
 
     async def _wait(self) -> None:
-        """Until the doorbell rings or the worker drains."""
+        """Until the doorbell rings, or jobs have left: one of them may be due again soon."""
         bell = asyncio.ensure_future(self._queue.wait(DOORBELL_S))
-        drain = asyncio.ensure_future(self._draining.wait())
+        change = asyncio.ensure_future(self._roster.change())
         try:
-            await asyncio.wait((bell, drain), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((bell, change), return_when=asyncio.FIRST_COMPLETED)
             if bell.done():
                 bell.result()
         except BROKER_ERRORS as error:
             self._broker.away("doorbell", error)
             await self._broker.pause()
         finally:
-            for task in (bell, drain):
+            for task in (bell, change):
                 task.cancel()
-            await asyncio.gather(bell, drain, return_exceptions=True)
+            await asyncio.gather(bell, change, return_exceptions=True)

@@ -17,7 +17,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -60,6 +60,7 @@ class WorkerService:
         settings: valid ones (settings.py: load_settings).
         telemetry: made from the settings when not given.
         started: monotonic time at which the process began, for the start-up figures.
+        make_engine: a handle for each new engine process; made from the settings when not given.
     """
 
     def __init__(
@@ -68,9 +69,11 @@ class WorkerService:
         *,
         telemetry: Telemetry | None = None,
         started: float | None = None,
+        make_engine: Callable[[], EngineHandle] | None = None,
     ) -> None:
         self._started = time.monotonic() if started is None else started
         self.settings = settings
+        self._make_engine = make_engine or self._new_engine
         self.worker_id = settings.worker_id or _new_worker_id()
         self.telemetry = telemetry or Telemetry.from_settings(settings, self.worker_id)
         self._broker = Broker()
@@ -103,10 +106,14 @@ class WorkerService:
         self._listen_to_signals()
         self._wire()
         self._start("engine", self._host.run())  # first: loading the model takes longest
-        code = await self._connect()
-        if code == EXIT_OK:
-            code = await self._serve()
-        return await self._close(code)
+        try:
+            code = await self._connect()
+            if code == EXIT_OK:
+                code = await self._serve()
+        finally:
+            await self._close()
+        log.info("worker_stopped", exit_code=code)
+        return code
 
     async def _connect(self) -> int:
         """Reach Redis and read the tokenizer; an exit code other than EXIT_OK when it cannot be."""
@@ -154,7 +161,7 @@ class WorkerService:
         )
         self._intake = Intake(self._queue, self._broker, self.roster, self._dispatcher)
         self._host = EngineHost(
-            self._new_engine,
+            self._make_engine,
             self._dispatcher,
             self.roster,
             self.telemetry,
@@ -233,12 +240,10 @@ class WorkerService:
         while len(self.roster):
             await self.roster.change()
 
-    async def _close(self, code: int) -> int:
+    async def _close(self) -> None:
         """Stop what still runs, leave the worker table, give telemetry a last chance."""
         await self._host.stop()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await _end_all(self._tasks)
         await self._dispatcher.close()
         if self._registered:
             with suppress(*BROKER_ERRORS):
@@ -247,8 +252,6 @@ class WorkerService:
         await self._queue.aclose()
         await self._connection.aclose()
         await asyncio.to_thread(self.telemetry.shutdown, TELEMETRY_TIMEOUT_S)
-        log.info("worker_stopped", exit_code=code)
-        return code
 
     # loops and start-up of its own
 
@@ -347,6 +350,16 @@ def run_worker(service: WorkerService) -> int:
     except ImportError:
         return asyncio.run(service.run())
     return int(uvloop.run(service.run()))
+
+
+async def _end_all(tasks: list[asyncio.Task[None]]) -> None:
+    """Cancel tasks until they have ended; a client library may take one cancel for its own."""
+    left = set(tasks)
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=0.2)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _exit_code(tasks: list[asyncio.Task[None]]) -> int:

@@ -1,0 +1,267 @@
+"""One worker process's inside over a real server, with an engine that says what the test tells it.
+
+The server is Valkey; each test has a namespace of its own. The scripted engine stands in for the
+engine process and for nothing else: it records what it is given and speaks when told to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenfleet.engine.request import CoreEvent, EngineRequest
+from tokenfleet.engine.stats import StepStats
+from tokenfleet.producer.connection import Connection
+from tokenfleet.producer.embedded import EmbeddedServer
+from tokenfleet.producer.protocol import Event, JobRequest, JobResult, SamplingParams
+from tokenfleet.producer.submission import Submission
+from tokenfleet.worker.engine_process import Batch, EngineInfo, Refusal
+from tokenfleet.worker.queue import JobQueue
+from tokenfleet.worker.service import WorkerService
+from tokenfleet.worker.settings import load_settings
+
+MODEL = "m"
+END = 257
+
+
+class ScriptedEngine:
+    """An engine process without a process."""
+
+    def __init__(self, slots: int, start: asyncio.Event | None = None) -> None:
+        self.slots = slots
+        self.requests: dict[str, EngineRequest] = {}
+        """By job id, in the order they came."""
+        self.aborted: list[tuple[str, int | None]] = []
+        self.last_heard = time.monotonic()
+        self.stepped = False
+        self.pid = 0
+        self._said: asyncio.Queue[Batch | None] = asyncio.Queue()
+        self._cause = "stopped"
+        self._start = start
+
+    async def start(self) -> EngineInfo:
+        if self._start is not None:
+            await self._start.wait()
+        return EngineInfo(slots=self.slots, max_model_len=1000, imports_s=0.0, model_s=0.0)
+
+    def add(self, request: EngineRequest) -> None:
+        self.requests[request.id.rpartition("/")[0]] = request
+
+    def abort(self, id: str, choice: int | None = None) -> None:
+        self.aborted.append((id.rpartition("/")[0], choice))
+
+    def say(
+        self,
+        job_id: str,
+        text: str = "",
+        reason: str | None = None,
+        *,
+        choice: int = 0,
+        error: str | None = None,
+    ) -> None:
+        """One step that made the bytes of `text` for one job."""
+        tokens = list(text.encode())
+        event = CoreEvent(self.requests[job_id].id, choice, tokens, reason, error=error)
+        self.stepped = True
+        self.last_heard = time.monotonic()
+        self._said.put_nowait(Batch([event], [], StepStats()))
+
+    def refuse(self, job_id: str, code: str, message: str) -> None:
+        refusal = Refusal(self.requests[job_id].id, code, message)
+        self._said.put_nowait(Batch([], [refusal], None))
+
+    def die(self, cause: str = "killed by SIGKILL") -> None:
+        self._cause = cause
+        self._said.put_nowait(None)
+
+    async def batches(self) -> AsyncIterator[Batch]:
+        while (batch := await self._said.get()) is not None:
+            yield batch
+
+    async def cause_of_death(self) -> str:
+        return self._cause
+
+    async def stop(self) -> None:
+        self.die("stopped")
+
+    async def kill(self) -> int:
+        self.die("killed by SIGKILL")
+        return -9
+
+
+class Fleet:
+    """Submits to one namespace, starts workers on it, and looks at what is in Redis."""
+
+    def __init__(self, server: EmbeddedServer, model: Path) -> None:
+        self.server = server
+        self.namespace = f"t{uuid.uuid4().hex[:12]}"
+        self.connection = Connection(server.url, namespace=self.namespace)
+        self.engines: list[ScriptedEngine] = []
+        self.services: list[WorkerService] = []
+        self.runs: list[asyncio.Task[int]] = []
+        self._submission = Submission(self.connection)
+        self._model = model
+        self.engine_may_start: asyncio.Event | None = None
+
+    @property
+    def redis(self) -> Any:
+        return self.connection.client
+
+    @property
+    def engine(self) -> ScriptedEngine:
+        """The engine that was started last."""
+        return self.engines[-1]
+
+    def worker(self, **settings: Any) -> WorkerService:
+        """A worker, running."""
+        values = {"max_num_seqs": 2, "prefetch": 0, "flush_interval_ms": 0, **settings}
+        service = WorkerService(
+            load_settings(
+                redis_url=self.server.url,
+                namespace=self.namespace,
+                model=str(self._model),
+                model_name=MODEL,
+                **values,
+            ),
+            make_engine=lambda: self._engine(values["max_num_seqs"]),
+        )
+        self.services.append(service)
+        self.runs.append(asyncio.ensure_future(service.run()))
+        return service
+
+    def queue(self, worker_id: str) -> JobQueue:
+        """The queue as another worker sees it."""
+        return JobQueue(
+            self.server.url, namespace=self.namespace, model_name=MODEL, worker_id=worker_id
+        )
+
+    def _engine(self, slots: int) -> ScriptedEngine:
+        self.engines.append(ScriptedEngine(slots, self.engine_may_start))
+        return self.engines[-1]
+
+    async def submit(self, prompt: str = "hello", **fields: Any) -> str:
+        sampling = SamplingParams(**fields.pop("sampling", {"max_tokens": 100}))
+        if "messages" in fields or "prompt_token_ids" in fields:
+            request = JobRequest(model=MODEL, sampling=sampling, **fields)
+        else:
+            request = JobRequest(model=MODEL, prompt=prompt, sampling=sampling, **fields)
+        (accepted,) = await self._submission.send([self._submission.draft(request)])
+        return accepted.id
+
+    async def field(self, job_id: str, name: str) -> str:
+        value = await self.redis.hget(self.connection.keys(0).job(job_id), name)
+        return "" if value is None else value.decode()
+
+    async def state(self, job_id: str) -> str:
+        return await self.field(job_id, "state")
+
+    async def result(self, job_id: str) -> JobResult:
+        packed = await self.redis.hget(self.connection.keys(0).job(job_id), "result")
+        return JobResult.unpack(packed)
+
+    async def log(self, job_id: str) -> list[Event]:
+        entries = await self.redis.xrange(self.connection.keys(0).events(job_id))
+        return [Event.unpack(fields[b"d"]) for _, fields in entries]
+
+    async def text(self, job_id: str) -> str:
+        return "".join(event.text for event in await self.log(job_id))
+
+    async def pending(self, worker_id: str | None = None) -> int:
+        """Entries held in the group, by one worker or by all."""
+        held = 0
+        async for key in self.redis.scan_iter(f"{{{self.namespace}:0}}:q:*"):
+            info = await self.redis.xpending(key, "workers")
+            for consumer in info["consumers"]:
+                if worker_id is None or consumer["name"].decode() == worker_id:
+                    held += consumer["pending"]
+        return held
+
+    async def close(self) -> None:
+        for run in self.runs:
+            run.cancel()
+        await asyncio.gather(*self.runs, return_exceptions=True)
+        await self.connection.aclose()
+
+    async def is_(self, job_id: str, state: str) -> bool:
+        return await self.state(job_id) == state
+
+    async def shows(self, job_id: str, text: str) -> bool:
+        return await self.text(job_id) == text
+
+    async def redis_pending_is(self, count: int) -> bool:
+        return await self.pending() == count
+
+    def has(self, *job_ids: str) -> bool:
+        """Whether the newest engine was given all these jobs."""
+        return bool(self.engines) and all(id in self.engine.requests for id in job_ids)
+
+
+@pytest.fixture
+def until() -> Callable[..., Any]:
+    """until(check): wait until check() is true, or its awaitable is; the test's time limit ends it."""
+
+    async def wait(check: Callable[[], Any]) -> Any:
+        while True:
+            found = check()
+            if asyncio.iscoroutine(found):
+                found = await found
+            if found:
+                return found
+            await asyncio.sleep(0.002)
+
+    return wait
+
+
+@pytest.fixture(scope="session")
+def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tokenizer of bytes: id b is byte b; 256 <s>, 257 </s>, 258 <pad>."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("bytes")
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    letters = [chr(b if b in printable else next(others)) for b in range(256)]
+    specials = ["<s>", "</s>", "<pad>"]
+    vocab = {letter: byte for byte, letter in enumerate(letters)}
+    vocab |= {name: 256 + index for index, name in enumerate(specials)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in specials])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": END}))
+    (path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m['role'] == 'cursed' %}{{ raise_exception('no') }}"
+        "{% endif %}{{ m['role'] + ':' + m['content'] }}{% endfor %}"
+    )
+    return path
+
+
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer() as server:
+        yield server
+
+
+@pytest.fixture
+async def fleet(shared_server: EmbeddedServer, byte_model: Path) -> AsyncIterator[Fleet]:
+    """A namespace of its own on the shared server."""
+    fleet = Fleet(shared_server, byte_model)
+    yield fleet
+    await fleet.close()
+
+
+@pytest.fixture
+async def own_fleet(tmp_path: Path, byte_model: Path) -> AsyncIterator[Fleet]:
+    """A server of its own, with AOF, for tests that stop it."""
+    with EmbeddedServer(data_dir=tmp_path) as server:
+        fleet = Fleet(server, byte_model)
+        yield fleet
+        await fleet.close()

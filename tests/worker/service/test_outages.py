@@ -1,0 +1,136 @@
+"""A Redis that goes away, comes back, forgets its scripts, or loses its end of the log."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tokenfleet.producer.errors import BrokerUnavailable
+from tokenfleet.worker.queue import JobQueue
+
+
+async def in_thread(call, *args):
+    return await asyncio.to_thread(call, *args)
+
+
+async def test_what_is_made_while_redis_is_away_arrives_when_it_is_back(own_fleet, until) -> None:
+    fleet = own_fleet
+    worker = fleet.worker(lease_s=60)
+    job = await fleet.submit()
+    await until(lambda: fleet.has(job))
+    fleet.engine.say(job, "before ")
+    await until(lambda: fleet.shows(job, "before "))
+    await in_thread(fleet.server.stop)
+    fleet.engine.say(job, "mean")
+    fleet.engine.say(job, "while ")
+    await until(lambda: "Redis is not reachable" in worker.not_ready())
+    fleet.engine.say(job, "after", "stop")
+    await in_thread(fleet.server.start)
+    await fleet.redis.connection_pool.disconnect()
+    await until(lambda: fleet.is_(job, "finished"))
+    assert await fleet.text(job) == "before meanwhile after"
+    assert (await fleet.result(job)).attempts == 1
+    await until(lambda: worker.not_ready() == [])
+    other = await fleet.submit()
+    await until(lambda: fleet.has(other))
+
+
+async def test_when_the_leases_have_run_out_the_engine_stops_too(own_fleet, until) -> None:
+    fleet = own_fleet
+    worker = fleet.worker(lease_s=0.9)
+    job = await fleet.submit()
+    await until(lambda: fleet.has(job))
+    fleet.engine.say(job, "abc")
+    await until(lambda: fleet.shows(job, "abc"))
+    await in_thread(fleet.server.stop)
+    await until(lambda: (job, None) in fleet.engine.aborted)
+    assert len(worker.roster) == 0
+    await in_thread(fleet.server.start)
+    await fleet.redis.connection_pool.disconnect()
+    await until(lambda: fleet.engine.requests[job].id == f"{job}/2")
+    assert fleet.engine.requests[job].resume == (tuple(b"abc"),)
+    fleet.engine.say(job, "def", "stop")
+    await until(lambda: fleet.is_(job, "finished"))
+    assert await fleet.text(job) == "abcdef"
+
+
+@pytest.mark.parametrize("call", ["emit", "finish"])
+async def test_a_lost_reply_neither_doubles_nor_drops_a_token(
+    fleet, until, monkeypatch, call
+) -> None:
+    real = getattr(JobQueue, call)
+    lost = []
+
+    async def lossy(self, *args, **kwargs):
+        reply = await real(self, *args, **kwargs)
+        if len(lost) < 3:
+            lost.append(args)
+            raise BrokerUnavailable("the reply was lost")
+        return reply
+
+    monkeypatch.setattr(JobQueue, call, lossy)
+    worker = fleet.worker()
+    job = await fleet.submit()
+    await until(lambda: fleet.has(job))
+    for index, piece in enumerate(("a", "bc", "d"), 1):
+        fleet.engine.say(job, piece)
+        if call == "emit":
+            await until(lambda index=index: len(lost) >= index)
+    fleet.engine.say(job, "e", "stop")
+    await until(lambda: fleet.is_(job, "finished"))
+    await until(lambda: len(worker.roster) == 0)
+    assert len(lost) == 3
+    assert await fleet.text(job) == "abcde"
+    assert bytes((await fleet.result(job)).token_ids) == b"abcde"
+
+
+async def test_a_log_that_lost_its_end_is_gone_on_with_from_what_is_left(fleet, until) -> None:
+    fleet.worker()
+    job = await fleet.submit()
+    await until(lambda: fleet.has(job))
+    fleet.engine.say(job, "abc")
+    await until(lambda: fleet.shows(job, "abc"))
+    fleet.engine.say(job, "def")
+    await until(lambda: fleet.shows(job, "abcdef"))
+    names = fleet.connection.keys(0)
+    await fleet.redis.xdel(names.events(job), "6-0")  # as after a restart that lost a second
+    await fleet.redis.hset(names.job(job), mapping={"offset": 3, "last": "3-0"})
+    await fleet.redis.execute_command("XSETID", names.events(job), "3-0")
+    fleet.engine.say(job, "ghi")
+    await until(lambda: fleet.engine.requests[job].id == f"{job}/2")
+    assert fleet.engine.requests[job].resume == (tuple(b"abc"),)
+    fleet.engine.say(job, "DEF", "stop")
+    await until(lambda: fleet.is_(job, "finished"))
+    assert await fleet.text(job) == "abcDEF"
+
+
+async def test_a_flushed_script_cache_is_no_outage(fleet, until) -> None:
+    worker = fleet.worker()
+    for _ in range(3):
+        job = await fleet.submit()
+        await until(lambda job=job: fleet.has(job))
+        await fleet.redis.script_flush()
+        fleet.engine.say(job, "x")
+        await fleet.redis.script_flush()
+        fleet.engine.say(job, "y", "stop")
+        await until(lambda job=job: fleet.is_(job, "finished"))
+        assert await fleet.text(job) == "xy"
+    assert worker.not_ready() == []
+
+
+async def test_a_worker_without_redis_ends_with_its_own_exit_code(own_fleet, monkeypatch) -> None:
+    monkeypatch.setattr("tokenfleet.worker.service.CONNECT_TIMEOUT_S", 0.3)
+    await in_thread(own_fleet.server.stop)
+    own_fleet.worker()
+    assert await own_fleet.runs[0] == 3
+
+
+async def test_a_drain_without_redis_ends_when_the_leases_have(own_fleet, until) -> None:
+    fleet = own_fleet
+    worker = fleet.worker(lease_s=0.9, grace_s=0)
+    job = await fleet.submit()
+    await until(lambda: fleet.has(job))
+    await in_thread(fleet.server.stop)
+    worker.drain()
+    assert await fleet.runs[0] == 0

@@ -1,0 +1,163 @@
+"""Which jobs a worker takes, keeps and gives up."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tokenfleet.producer.errors import BrokerUnavailable
+from tokenfleet.worker.queue import JobQueue
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+async def test_no_more_than_slots_and_prefetch_are_ever_owned(fleet, until, prefetch) -> None:
+    worker = fleet.worker(max_num_seqs=3, prefetch=prefetch, worker_id="w")
+    jobs = [await fleet.submit(f"job {i}") for i in range(12)]
+    most = 3 + prefetch
+    for done in range(12):
+        await until(lambda n=min(most + done, 12): len(fleet.engine.requests) == n)
+        held = await fleet.pending("w")
+        assert held <= most
+        assert len(worker.roster) <= most
+        job = list(fleet.engine.requests)[done]
+        fleet.engine.say(job, "x", "stop")
+        await until(lambda job=job: fleet.is_(job, "finished"))
+    assert sorted(fleet.engine.requests) == sorted(jobs)
+
+
+async def test_nothing_is_prefetched_while_a_slot_is_free(fleet, until) -> None:
+    worker = fleet.worker(max_num_seqs=3, prefetch=2)
+    jobs = [await fleet.submit() for _ in range(2)]
+    await until(lambda: fleet.has(*jobs))
+    assert worker.roster.room() == 1
+    third = await fleet.submit()
+    await until(lambda: fleet.has(third))
+    assert worker.roster.room() == 2
+
+
+async def test_a_freed_slot_is_given_to_the_next_job_at_once(fleet, until) -> None:
+    fleet.worker(max_num_seqs=1)
+    first, second = await fleet.submit(), await fleet.submit()
+    await until(lambda: fleet.has(first))
+    fleet.engine.say(first, "x", "stop")
+    await until(lambda: fleet.has(second))
+
+
+async def test_a_job_of_many_choices_holds_as_many_slots(fleet, until) -> None:
+    worker = fleet.worker(max_num_seqs=4)
+    job = await fleet.submit(sampling={"n": 3, "max_tokens": 10})
+    await until(lambda: fleet.has(job))
+    assert worker.roster.free_slots == 1
+    fleet.engine.say(job, "x", "length", choice=1)
+    await until(lambda: worker.roster.free_slots == 2)
+
+
+async def test_a_cancelled_job_stops_in_the_engine_and_says_so(fleet, until) -> None:
+    fleet.worker(worker_id="w")
+    job = await fleet.submit()
+    await until(lambda: fleet.has(job))
+    fleet.engine.say(job, "ab")
+    await until(lambda: fleet.shows(job, "ab"))
+    channel = fleet.connection.keys(0).control("w")
+    await until(lambda: fleet.redis.publish(channel, f"cancel {job} 1"))
+    await until(lambda: fleet.is_(job, "cancelled"))
+    assert (job, None) in fleet.engine.aborted
+    last = (await fleet.log(job))[-1]
+    assert (last.final, last.finish_reason) == (True, "cancelled")
+
+
+async def test_a_cancel_for_another_attempt_and_noise_change_nothing(fleet, until) -> None:
+    fleet.worker(worker_id="w")
+    job = await fleet.submit()
+    await until(lambda: fleet.has(job))
+    channel = fleet.connection.keys(0).control("w")
+    await until(lambda: fleet.redis.publish(channel, f"cancel {job} 7"))
+    await fleet.redis.publish(channel, b"\xff\x00 what")
+    await fleet.redis.publish(channel, "cancel nobody 1")
+    fleet.engine.say(job, "fine", "stop")
+    await until(lambda: fleet.is_(job, "finished"))
+    assert await fleet.text(job) == "fine"
+
+
+async def test_a_job_past_its_deadline_ends_while_it_runs(fleet, until) -> None:
+    fleet.worker()
+    job = await fleet.submit(deadline_s=0.3)
+    await until(lambda: fleet.has(job))
+    fleet.engine.say(job, "ab")
+    await until(lambda: fleet.is_(job, "expired"))
+    assert (job, None) in fleet.engine.aborted
+    log = await fleet.log(job)
+    assert (log[-1].final, log[-1].finish_reason) == (True, "expired")
+    assert "".join(event.text for event in log) == "ab"
+
+
+async def test_a_claim_whose_reply_was_lost_is_released_and_made_again(
+    fleet, until, monkeypatch
+) -> None:
+    claim = JobQueue.claim
+    lost = []
+
+    async def lossy(self, count):
+        jobs = await claim(self, count)
+        if jobs and not lost:
+            lost.extend(jobs)
+            raise BrokerUnavailable("the reply was lost")
+        return jobs
+
+    monkeypatch.setattr(JobQueue, "claim", lossy)
+    fleet.worker()
+    job = await fleet.submit()
+    await until(lambda: fleet.has(job))
+    assert [one.id for one in lost] == [job]
+    assert fleet.engine.requests[job].id == f"{job}/2"
+    assert await fleet.field(job, "failures") == "0"
+
+
+async def test_a_fenced_job_is_dropped_and_nothing_of_it_is_published(fleet, until) -> None:
+    worker = fleet.worker()
+    job = await fleet.submit()
+    await until(lambda: fleet.has(job))
+    fleet.engine.say(job, "mine")
+    await until(lambda: fleet.shows(job, "mine"))
+    key = fleet.connection.keys(0).job(job)
+    await fleet.redis.hset(key, "attempt", 2)  # as if another worker had it now
+    fleet.engine.say(job, "foreign")
+    await until(lambda: (job, None) in fleet.engine.aborted)
+    await until(lambda: len(worker.roster) == 0)
+    assert await fleet.text(job) == "mine"
+    assert await fleet.state(job) == "running"
+
+
+async def test_an_ending_that_comes_too_late_changes_nothing(fleet, until) -> None:
+    worker = fleet.worker()
+    job = await fleet.submit()
+    await until(lambda: fleet.has(job))
+    await fleet.redis.hset(fleet.connection.keys(0).job(job), "attempt", 2)
+    fleet.engine.say(job, "late", "stop")
+    await until(lambda: len(worker.roster) == 0)
+    assert await fleet.state(job) == "running"
+    assert await fleet.log(job) == []
+
+
+async def test_leases_are_renewed_while_the_engine_is_in_a_long_step(fleet, until) -> None:
+    fleet.worker(lease_s=0.6, step_limit_s=60)
+    watcher = fleet.worker(lease_s=0.6)  # its reaper would take the job
+    job = await fleet.submit()
+    await until(lambda: any(job in engine.requests for engine in fleet.engines))
+    engine = next(e for e in fleet.engines if job in e.requests)
+    await asyncio.sleep(2.0)  # more than three leases without a word from the engine
+    assert await fleet.field(job, "attempt") == "1"
+    engine.say(job, "x", "stop")
+    await until(lambda: fleet.is_(job, "finished"))
+    assert len(watcher.roster) == 0
+
+
+async def test_an_engine_that_hangs_is_ended_and_its_jobs_go_back(fleet, until) -> None:
+    fleet.worker(step_limit_s=0.2)
+    job = await fleet.submit()
+    await until(lambda: fleet.has(job))
+    await until(lambda: len(fleet.engines) == 2)
+    assert await fleet.field(job, "failures") == "1"
+    await until(lambda: fleet.has(job))
+    assert fleet.engine.requests[job].id == f"{job}/2"
