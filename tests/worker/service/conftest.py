@@ -205,7 +205,7 @@ class Fleet:
 
 @pytest.fixture
 def until() -> Callable[..., Any]:
-    """until(check): wait until check() is true, or its awaitable is; the test's time limit ends it."""
+    """until(check): wait until check(), or what it awaits, is true; the time limit ends the test."""
 
     async def wait(check: Callable[[], Any]) -> Any:
         while True:

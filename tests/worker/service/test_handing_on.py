@@ -207,7 +207,7 @@ async def test_a_job_that_kills_every_engine_is_given_up_and_others_are_not(flee
         if engine and good in engine.requests and said < 50:
             said += 1
             engine.say(good, "x")
-            await until(lambda: fleet.shows(good, "x" * said))
+            await until(lambda text="x" * said: fleet.shows(good, text))
         if engine and bad in engine.requests:
             engine.die()
             await until(lambda engine=engine: fleet.engine is not engine)

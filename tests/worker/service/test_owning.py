@@ -16,7 +16,8 @@ async def test_no_more_than_slots_and_prefetch_are_ever_owned(fleet, until, pref
     jobs = [await fleet.submit(f"job {i}") for i in range(12)]
     most = 3 + prefetch
     for done in range(12):
-        await until(lambda n=min(most + done, 12): len(fleet.engine.requests) == n)
+        given = min(most + done, 12)
+        await until(lambda given=given: len(fleet.engine.requests) == given)
         held = await fleet.pending("w")
         assert held <= most
         assert len(worker.roster) <= most
