@@ -7,11 +7,16 @@ byte_tokenizer  ids 0-255 are bytes, then the specials, then merges that the tes
 """
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# read when torch is imported: the models are too small for threads, and two test processes share
+# the machine
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 BOS, EOS, PAD = 256, 257, 258  # ids of <s>, </s>, <pad>
 NUM_BASE_TOKENS = 259  # 256 bytes and the three specials
@@ -62,14 +67,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4,
                 "attention_multiplier": 0.2, "logits_scaling": 2.5},
 }  # fmt: skip
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _quiet_transformers():
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
 
 
 @pytest.fixture(scope="session")
@@ -152,6 +149,7 @@ def reference() -> Callable[[Path], Any]:
         import torch
         from transformers import AutoModelForCausalLM
 
+        _quieten_transformers()
         if path not in loaded:
             loaded[path] = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, attn_implementation="eager"
@@ -167,6 +165,7 @@ def _save_random(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    _quieten_transformers()
     config = AutoConfig.for_model(family, **fields)
     model = AutoModelForCausalLM.from_config(config)
     random = torch.Generator().manual_seed(1)
@@ -176,6 +175,13 @@ def _save_random(
             parameter.copy_(_shaped(name, noise, parameter))
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(path, **({"max_shard_size": max_shard_size} if max_shard_size else {}))
+
+
+def _quieten_transformers() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 def _shaped(name: str, noise: Any, parameter: Any) -> Any:
@@ -201,6 +207,7 @@ def _save_table(path: Path, successor: Sequence[int]) -> None:
         num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=512,
         tie_word_embeddings=False, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD,
     )  # fmt: skip
+    _quieten_transformers()
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(torch.eye(vocab_size, width))
