@@ -35,25 +35,25 @@ class ClassOrder:
 
     def plan(self, count: int) -> list[Offer]:
         """Offers for a claim of up to `count` jobs: what was earned first, then by urgency."""
-        offers = []
-        left = count
-        for priority in reversed(PRIORITIES):
-            due = min(left, int(self._earned[priority]))
-            if due > 0:
-                offers.append(Offer(priority, due))
-                left -= due
-        return offers + [Offer(priority, count) for priority in PRIORITIES]
+        earned = [Offer(p, due) for p, due in self._due(count).items() if due]
+        return earned + [Offer(priority, count) for priority in PRIORITIES]
 
     def claimed(self, by_class: Mapping[str, int], *, count: int) -> None:
         """Account for a claim of up to `count` jobs that brought `by_class`.
 
-        A claim that was not filled has emptied the queues: nothing is owed to anyone.
+        A class that did not use what it was offered has nothing waiting: it is owed nothing.
         """
         total = sum(by_class.values())
-        for priority in PRIORITIES:
-            if total < count:
-                self._earned[priority] = 0.0
-                continue
-            earned = self._earned[priority] + self._floors[priority] * total
-            self._earned[priority] = min(earned - by_class.get(priority, 0), float(count))
-            self._earned[priority] = max(self._earned[priority], 0.0)
+        for priority, due in self._due(count).items():
+            brought = by_class.get(priority, 0)
+            earned = self._earned[priority] + self._floors[priority] * total - brought
+            waits = total == count and brought >= due
+            self._earned[priority] = min(max(earned, 0.0), count + 1.0) if waits else 0.0
+
+    def _due(self, count: int) -> dict[str, int]:
+        """Whole jobs that each class has earned, the least urgent first, `count` in all."""
+        due = {}
+        for priority in reversed(PRIORITIES):
+            due[priority] = min(count, int(self._earned[priority]))
+            count -= due[priority]
+        return due

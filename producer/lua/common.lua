@@ -87,6 +87,13 @@ local function unqueue(stream, entry)
   end
 end
 
+-- True when the entry that the hash names is in its queue, and is this job's (a stream made anew may
+-- give an old id to another job).
+local function queued(id, job)
+  local found = redis.call('XRANGE', job.stream, job.entry, job.entry)[1]
+  return found ~= nil and found[2][2] == id
+end
+
 -- Puts a job at the end of a queue; the hash names the entry.
 local function enqueue(id, stream)
   local entry = redis.call('XADD', stream, '*', 'j', id)

@@ -13,9 +13,9 @@ local worker, now, codes = ARGV[3], now_ms(), {}
 
 local function hold(key, id, job)
   local reply = redis.pcall('XCLAIM', job.stream, GROUP, worker, 0, job.entry, 'JUSTID')
-  if not reply.err and #reply > 0 then return end
+  if not reply.err and #reply > 0 and queued(id, job) then return end
   if reply.err then redis.call('XGROUP', 'CREATE', job.stream, GROUP, '0', 'MKSTREAM') end
-  if #redis.call('XRANGE', job.stream, job.entry, job.entry) == 0 then
+  if not queued(id, job) then
     job.entry = redis.call('XADD', job.stream, '*', 'j', id)
     redis.call('HSET', key, 'entry', job.entry)
   end

@@ -10,10 +10,6 @@
 
 local first, count, put_back = tonumber(ARGV[3]), tonumber(ARGV[4]), 0
 
-local function missing(job)
-  return #redis.call('XRANGE', job.stream, job.entry, job.entry) == 0
-end
-
 local function look(id)
   local job = fields(job_key(id), 'state', 'stream', 'entry', 'due', 'model', 'priority')
   if not job.state then
@@ -23,10 +19,10 @@ local function look(id)
   if job.model ~= ARGV[5] then return false end
   if job.state == 'waiting' and job.due then
     redis.call('ZADD', P .. ':delay', 'NX', job.due, id)
-  elseif job.state == 'waiting' and (not job.stream or missing(job)) then
+  elseif job.state == 'waiting' and (not job.stream or not queued(id, job)) then
     enqueue(id, queue_of(job) .. ':front')
     put_back = put_back + 1
-  elseif job.state == 'running' and missing(job) then
+  elseif job.state == 'running' and not queued(id, job) then
     redis.call('HSET', job_key(id), 'entry', redis.call('XADD', job.stream, '*', 'j', id))
     put_back = put_back + 1
   end

@@ -1,0 +1,156 @@
+"""Real servers for the tests that need one: Valkey (embedded) and, where installed, redis-server.
+
+Every test gets a namespace of its own, so one server of each kind serves a whole session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenfleet.producer.client import AsyncClient
+from tokenfleet.producer.connection import Connection
+from tokenfleet.producer.embedded import EmbeddedServer
+from tokenfleet.producer.errors import BrokerUnavailable
+from tokenfleet.producer.keys import GROUP, Keys, keys_of
+from tokenfleet.producer.protocol import Event, JobRequest
+from tokenfleet.producer.submission import Submission
+from tokenfleet.worker.queue import ClaimedJob, JobQueue
+
+_numbers = itertools.count(1)
+
+
+class Lab:
+    """One namespace on a server: makes queues and jobs, and looks behind the scenes."""
+
+    def __init__(self, server: EmbeddedServer, **options: Any) -> None:
+        self.server = server
+        self.namespace = f"t{next(_numbers)}"
+        self.options = {"namespace": self.namespace, **options}
+        self.connection = Connection(server.url, **self.options)
+        self.submission = Submission(self.connection)
+        self._open: list[JobQueue | AsyncClient] = []
+
+    @property
+    def raw(self) -> Any:
+        """A redis-py client."""
+        return self.connection.client
+
+    @property
+    def keys(self) -> Keys:
+        return self.connection.keys(0)
+
+    async def queue(self, worker_id: str = "w1", **options: Any) -> JobQueue:
+        given = {"model_name": "m", "lease_s": 30.0, "uniform": lambda: 1.0, **options}
+        queue = JobQueue(self.server.url, namespace=self.namespace, worker_id=worker_id, **given)
+        self._open.append(queue)
+        await queue.ensure()
+        return queue
+
+    def client(self, **options: Any) -> AsyncClient:
+        client = AsyncClient(self.server.url, **{**self.options, **options})
+        self._open.append(client)
+        return client
+
+    async def submit(self, **fields: Any) -> str:
+        """One job of model `m`; returns its id."""
+        request = JobRequest(**{"model": "m", "prompt": "x", **fields})
+        return (await self.submission.send([self.submission.draft(request)]))[0].id
+
+    async def fields(self, job_id: str) -> dict[str, str]:
+        found = await self.connection.execute(
+            "HGETALL", keys_of(self.namespace, job_id).job(job_id)
+        )
+        return {k.decode(): v.decode(errors="replace") for k, v in found.items()}
+
+    async def state(self, job_id: str) -> str | None:
+        return (await self.fields(job_id)).get("state")
+
+    async def log(self, job_id: str) -> list[Event]:
+        log = keys_of(self.namespace, job_id).events(job_id)
+        entries = await self.connection.execute("XRANGE", log, "-", "+")
+        return [Event.unpack(fields[b"d"]) for _, fields in entries]
+
+    async def expire_lease(self, job: ClaimedJob) -> None:
+        """Make the job's lease look as if nobody had renewed it for an hour."""
+        owner = await self.raw.xpending_range(job.stream, GROUP, job.entry, job.entry, 1)
+        await self.raw.xclaim(
+            job.stream, GROUP, owner[0]["consumer"], 0, [job.entry], idle=3_600_000, justid=True
+        )
+
+    async def entries(self, model: str = "m") -> int:
+        """Entries in all of the model's queues."""
+        found = await self.raw.keys(f"{self.keys.prefix}:q:{model}:*")
+        return sum([await self.raw.xlen(key) for key in found])
+
+    async def claim_when_back(self, queue: JobQueue, count: int) -> list[ClaimedJob]:
+        """Claim as a worker does: again after each failure that a lost connection causes."""
+        while True:
+            try:
+                return await queue.claim(count)
+            except BrokerUnavailable:
+                await asyncio.sleep(0.01)
+
+    async def aclose(self) -> None:
+        for one in self._open:
+            await one.aclose()
+        await self.connection.aclose()
+
+
+@pytest.fixture(scope="session")
+def valkey() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def redis_binary() -> Path:
+    found = shutil.which("redis-server")
+    if found is None:
+        pytest.skip("redis-server is not installed; apt-get install redis-server runs these too")
+    return Path(found)
+
+
+@pytest.fixture(scope="session")
+def redis_server(redis_binary: Path) -> Iterator[EmbeddedServer]:
+    with EmbeddedServer(binary=redis_binary) as server:
+        yield server
+
+
+@pytest.fixture(params=["valkey", "redis"])
+def any_server(request: pytest.FixtureRequest) -> EmbeddedServer:
+    """The same test on both kinds of server."""
+    name = {"valkey": "valkey", "redis": "redis_server"}[request.param]
+    server: EmbeddedServer = request.getfixturevalue(name)
+    return server
+
+
+@pytest.fixture
+async def lab(any_server: EmbeddedServer) -> AsyncIterator[Lab]:
+    """A namespace on each kind of server in turn."""
+    lab = Lab(any_server)
+    yield lab
+    await lab.aclose()
+
+
+@pytest.fixture
+async def valkey_lab(valkey: EmbeddedServer) -> AsyncIterator[Lab]:
+    """A namespace on the embedded server."""
+    lab = Lab(valkey)
+    yield lab
+    await lab.aclose()
+
+
+@pytest.fixture
+async def own_lab(tmp_path: Path) -> AsyncIterator[Lab]:
+    """A server of the test's own, with an append-only file, to stop and start."""
+    with EmbeddedServer(data_dir=tmp_path, options=["--appendfsync", "always"]) as server:
+        lab = Lab(server)
+        yield lab
+        await lab.aclose()

@@ -1,0 +1,163 @@
+"""What is lost with a stream, a group, the script cache or the server, and how it comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tokenfleet.producer.errors import BrokerUnavailable
+from tokenfleet.producer.keys import GROUP
+from tokenfleet.producer.protocol import Choice, Event, JobResult
+from tokenfleet.worker.queue import Emission
+
+RESULT = JobResult(choices=(Choice(text="a", token_ids=(1,), finish_reason="length"),))
+
+
+def one_token(job: Any, offset: int) -> Emission:
+    event = Event(offset=offset, token_ids=(offset,), text="a", attempt=job.attempt)
+    return Emission(job.id, job.attempt, offset, (event,))
+
+
+async def three_states(lab: Any, queue: Any) -> tuple[Any, Any, str]:
+    """A job that ran to its end, one that runs, one that waits."""
+    for _ in range(2):
+        await lab.submit()
+    done, running = await queue.claim(2)
+    assert await queue.finish(done, [], RESULT)
+    return done, running, await lab.submit()
+
+
+async def test_a_destroyed_group_neither_reruns_nor_doubles_nor_loses_a_job(lab):
+    queue, other = await lab.queue("w1"), await lab.queue("w2")
+    done, running, waiting = await three_states(lab, queue)
+    await lab.raw.xgroup_destroy(lab.keys.queue("m", "default"), GROUP)
+    assert [job.id for job in await other.claim(9)] == [waiting]
+    assert await lab.state(done.id) == "finished"
+    assert not (await queue.emit([one_token(running, 0)])).fenced
+    assert await queue.renew([running]) == frozenset()
+    assert await other.reclaim() == 0
+    assert await queue.finish(running, [], RESULT)
+    assert await lab.entries() == 1
+
+
+async def test_a_deleted_stream_is_filled_again_from_the_hashes(lab):
+    queue, other = await lab.queue("w1"), await lab.queue("w2")
+    _, running, waiting = await three_states(lab, queue)
+    await lab.raw.delete(lab.keys.queue("m", "default"))
+    assert await other.claim(9) == []
+    assert await other.reclaim() == 0
+    assert [job.id for job in await other.claim(9)] == [waiting]
+    assert await queue.renew([running]) == frozenset()
+    assert await queue.finish(running, [], RESULT)
+
+
+async def test_the_lease_of_a_dead_worker_ends_also_after_its_stream_was_deleted(lab):
+    queue, other = await lab.queue("dead"), await lab.queue("w2")
+    await lab.submit()
+    (running,) = await queue.claim(1)
+    await lab.raw.delete(running.stream)
+    await other.reclaim()
+    assert await other.claim(1) == []  # it goes to its owner, whose lease begins anew
+    fields = await lab.fields(running.id)
+    found = await lab.raw.xpending_range(fields["stream"], GROUP, "-", "+", 9)
+    assert [entry["consumer"] for entry in found] == [b"dead"]
+    moved = (
+        Any if False else type("Entry", (), {"stream": fields["stream"], "entry": fields["entry"]})
+    )
+    await lab.expire_lease(moved)
+    assert await other.reclaim() == 1
+    assert [job.attempt for job in await other.claim(1)] == [2]
+
+
+async def test_a_worker_that_renews_after_its_stream_was_deleted_keeps_its_job(lab):
+    queue, other = await lab.queue("w1"), await lab.queue("w2")
+    await lab.submit()
+    (running,) = await queue.claim(1)
+    await lab.raw.delete(running.stream)
+    assert await queue.renew([running]) == frozenset()
+    assert await other.claim(9) == []
+    assert await other.reclaim() == 0
+    assert await queue.finish(running, [], RESULT)
+    assert await lab.entries() == 0
+
+
+async def test_a_repair_walk_leaves_healthy_jobs_alone(lab):
+    queue = await lab.queue()
+    for _ in range(25):
+        await lab.submit()
+    await lab.submit(delay_s=3600)
+    await queue.claim(5)
+    assert [await queue.repair(count=10) for _ in range(4)] == [0, 0, 0, 0]
+    assert await lab.entries() == 25
+
+
+async def test_every_script_survives_a_flushed_script_cache(lab):
+    queue, other = await lab.queue("w1"), await lab.queue("w2")
+    flush = lab.raw.script_flush
+    await flush()
+    for _ in range(4):
+        await lab.submit()
+    await flush()
+    first, second, third, fourth = await queue.claim(4)
+    await flush()
+    assert not (await queue.emit([one_token(first, 0)])).fenced
+    await flush()
+    assert await queue.renew([first]) == frozenset()
+    await flush()
+    assert await queue.finish(first, [], RESULT)
+    await flush()
+    assert await queue.release([second], "test") == {second.id}
+    await flush()
+    assert await queue.fail(third, "c", "m", retryable=True) == "waiting"
+    await flush()
+    assert await queue.release_phantoms([]) == {fourth.id}
+    await flush()
+    assert await other.reclaim() == 0
+    await flush()
+    assert await lab.client().job(second.id).cancel() == "cancelled"
+    await flush()
+    assert (await lab.client().job(second.id).status()).state == "cancelled"
+
+
+async def test_nothing_is_lost_when_the_server_dies_and_comes_back_with_its_file(own_lab):
+    lab = own_lab
+    queue = await lab.queue("w1")
+    done, running, waiting = await three_states(lab, queue)
+    await queue.emit([one_token(running, 0)])
+    lab.server.kill()
+    with pytest.raises(BrokerUnavailable):
+        await queue.emit([one_token(running, 1)])
+    lab.server.start()
+    assert not (await queue.emit([one_token(running, 1)])).behind
+    assert [event.offset for event in await lab.log(running.id)] == [0, 1]
+    assert [job.id for job in await lab.claim_when_back(queue, 9)] == [waiting]
+    assert await queue.finish(running, [], RESULT)
+    assert await lab.state(done.id) == "finished"
+
+
+async def test_a_claim_whose_reply_was_lost_is_found_again_as_a_phantom(own_lab):
+    lab = own_lab
+    queue = await lab.queue("w1")
+    await lab.submit()
+    assert await queue.claim(1)  # the reply is dropped here
+    lab.server.restart()
+    assert await lab.claim_when_back(queue, 1) == []
+    assert len(await queue.release_phantoms([])) == 1
+    (job,) = await queue.claim(1)
+    assert (job.attempt, job.failures) == (2, 0)
+
+
+async def test_a_claim_is_never_repeated_by_the_client(own_lab):
+    lab = own_lab
+    queue = await lab.queue("w1")
+    await lab.submit()
+    lab.server.pause()
+    claim = asyncio.create_task(queue.claim(1))
+    with pytest.raises(BrokerUnavailable):
+        await claim
+    lab.server.resume()
+    assert len(await queue.release_phantoms([])) <= 1
+    (job,) = await lab.claim_when_back(queue, 1)
+    assert job.attempt <= 2
