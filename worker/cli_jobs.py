@@ -26,6 +26,10 @@ Timeout = Annotated[
 ]
 
 
+FETCH_S = 10.0
+"""Long enough to fetch a result that is there."""
+
+
 class Priority(StrEnum):
     INTERACTIVE = "interactive"
     DEFAULT = "default"
@@ -133,7 +137,12 @@ def result(
     """Print what a job came to, waiting for its end if told to."""
 
     async def work(client: AsyncClient) -> int:
-        found = await client.job(job_id).result(timeout_s=timeout_s)
+        from tokenfleet.producer import ResultTimeout
+
+        job = client.job(job_id)
+        if not timeout_s and not (status := await job.status()).state.terminal:
+            raise ResultTimeout(job_id, 0.0, status.state)
+        found = await job.result(timeout_s=timeout_s or FETCH_S)
         return _print_result(job_id, found, output)
 
     base.run(_with_client(work, redis_url, namespace), output)

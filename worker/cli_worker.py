@@ -136,8 +136,7 @@ def _flag(name: str, field: FieldInfo, text: str) -> Any:
         help=text,
         metavar=None if kind is bool else _metavar(field.annotation),
         show_default=_shown(field),
-        envvar=f"TOKENFLEET_{name.upper()}",
-        rich_help_panel="Settings",
+        rich_help_panel="Settings (each also in the file, and as TOKENFLEET_<NAME>)",
         hidden=name in HIDDEN,
     )
     return Annotated[kind | None, option]

@@ -58,7 +58,7 @@ def configure(
         processors=[
             *shared,
             structlog.processors.StackInfoRenderer(),
-            *_rendering(as_json=as_json),
+            *_rendering(stream, as_json=as_json),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.WriteLoggerFactory(file=stream),
@@ -67,7 +67,7 @@ def configure(
     _route_standard_logging(stream, number, shared, as_json=as_json)
 
 
-def _rendering(*, as_json: bool) -> list[structlog.typing.Processor]:
+def _rendering(stream: TextIO, *, as_json: bool) -> list[structlog.typing.Processor]:
     """How a line ends up as text; a traceback never shows local variables, which hold prompts."""
     if as_json:
         transformer = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
@@ -76,7 +76,7 @@ def _rendering(*, as_json: bool) -> list[structlog.typing.Processor]:
             structlog.processors.JSONRenderer(),
         ]
     renderer = structlog.dev.ConsoleRenderer(
-        colors=True, pad_event_to=24, exception_formatter=structlog.dev.plain_traceback
+        colors=stream.isatty(), pad_event_to=24, exception_formatter=structlog.dev.plain_traceback
     )
     return [renderer]
 
@@ -94,7 +94,7 @@ def _route_standard_logging(
             foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                *_rendering(as_json=as_json),
+                *_rendering(stream, as_json=as_json),
             ],
         )
     )

@@ -12,6 +12,7 @@ step or token, and no method here waits for anything: a collector that is away c
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.util.types import AttributeValue
+
 from tokenfleet.producer import semconv, tracing
 from tokenfleet.producer.keys import GROUP, partition_of
 from tokenfleet.worker.exporters import ExportConfig, Exporters
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 GONE_ON = ("released", "lost")
 """States in which a job leaves this worker without having ended."""
+REMEMBERED = 256
+"""Jobs that have left and whose trace ids are still known."""
 FAILURES = ("failed", "expired", "lost")
 
 
@@ -80,6 +84,7 @@ class Telemetry:
         )
         self._scrape = Scrape(exporters.scrape, model, vllm_names=vllm_names)
         self._running: dict[tuple[str, int], _Running] = {}
+        self._left: OrderedDict[tuple[str, int], Span] = OrderedDict()
 
     @classmethod
     def from_settings(cls, settings: WorkerSettings, worker_id: str) -> Telemetry:
@@ -170,6 +175,7 @@ class Telemetry:
         running = self._running.pop((job.id, job.attempt), None)
         if running is None:
             return
+        self._remember(job, running.process)
         now = self._clock()
         self._instruments.left(state)
         failure = (error or state) if state in FAILURES else None
@@ -222,12 +228,21 @@ class Telemetry:
         self._instruments.flushed(seconds)
 
     def trace_ids(self, job_id: str, attempt: int) -> Mapping[str, str]:
-        """trace_id and span_id of a job on this worker, for its log lines; empty when unknown."""
+        """trace_id and span_id of a job on this worker, for its log lines; empty when unknown.
+
+        A job that has just left is still known: its last line is written after that.
+        """
         running = self._running.get((job_id, attempt))
-        if running is None:
+        span = running.process if running else self._left.get((job_id, attempt))
+        if span is None:
             return {}
-        context = running.process.get_span_context()
+        context = span.get_span_context()
         return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
+
+    def _remember(self, job: ClaimedJob, span: Span) -> None:
+        self._left[job.id, job.attempt] = span
+        while len(self._left) > REMEMBERED:
+            self._left.popitem(last=False)
 
     def render_metrics(self) -> bytes:
         """The body of /metrics (its type is worker/prometheus.py: CONTENT_TYPE)."""
