@@ -8,19 +8,24 @@ from typing import Annotated
 import typer
 
 from tokenfleet.worker import cli_base as base
-from tokenfleet.worker.cli_base import Output
+from tokenfleet.worker.cli_base import Output, OutputOption
 
 
 def demo(
-    trace_dir: Annotated[Path, typer.Option(help="Where the spans are written.")] = Path("traces"),
+    trace_dir: Annotated[
+        Path, typer.Option(help="Where spans and the workers' logs are written.")
+    ] = Path("traces"),
     kill: Annotated[
         bool, typer.Option("--kill/--no-kill", help="SIGKILL one worker in the middle.")
     ] = True,
     plain: Annotated[bool, typer.Option("--plain", help="Lines even on a terminal.")] = False,
+    output: OutputOption = Output.TEXT,
+    simulated_step_ms: Annotated[float | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Eight chat jobs over two workers, one killed in the middle; no token is lost."""
     from tokenfleet.worker.demo import DemoConfig, run_demo
-    from tokenfleet.worker.demo_view import make_view
+    from tokenfleet.worker.demo_view import JsonView, make_view
 
-    config = DemoConfig(trace_dir=trace_dir, kill=kill)
-    base.run(run_demo(config, make_view(plain=plain)), Output.TEXT)
+    config = DemoConfig(trace_dir=trace_dir, kill=kill, simulated_step_ms=simulated_step_ms)
+    view = JsonView() if output is Output.JSON else make_view(plain=plain)
+    base.run(run_demo(config, view), output)

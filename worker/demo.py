@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
@@ -32,7 +31,7 @@ SLOTS = 3
 """Per worker; fewer than there are jobs, so that some wait until a slot is free."""
 LEASE_S = 2.0
 """How long the killed worker's jobs wait before they move on."""
-KILL_AFTER_TOKENS = 12
+KILL_AFTER_TOKENS = 20
 """The worker that dies has at least two jobs that are this far."""
 ARRIVAL_S = 0.4
 
@@ -104,8 +103,11 @@ class DemoConfig:
     """What the demo runs with."""
 
     trace_dir: Path
+    """Spans and the workers' logs are written here."""
     prompts: Sequence[tuple[str, int]] = PROMPTS
     kill: bool = True
+    simulated_step_ms: float | None = None
+    """Test hook: no model is computed, a step lasts this long."""
 
 
 class Demo:
@@ -115,8 +117,8 @@ class Demo:
         self._config = config
         self._view = view
         self._started = time.monotonic()
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        self._trace_file = config.trace_dir / f"demo-{stamp}.jsonl"
+        self._files = config.trace_dir / time.strftime("demo-%Y%m%d-%H%M%S")
+        self._trace_file = self._files.with_suffix(".jsonl")
         self._jobs = [Watched(n, prompt) for n, (prompt, _) in enumerate(config.prompts, start=1)]
         self._workers: dict[str, WorkerProcess] = {}
 
@@ -132,7 +134,6 @@ class Demo:
         from tokenfleet.worker.demo_model import prepare_smollm2
         from tokenfleet.worker.exporters import ExportConfig, Exporters
 
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tokenfleet-demo-")))
         exporters = Exporters(ExportConfig(service="demo-producer", trace_file=self._trace_file))
         stack.callback(exporters.shutdown, 2.0)
         trace.set_tracer_provider(exporters.tracer_provider)
@@ -141,15 +142,13 @@ class Demo:
         server = stack.enter_context(EmbeddedServer())
         self._say(f"embedded server at {server.url}")
         for name in ("worker-1", "worker-2"):
-            await self._start_worker(stack, name, server.url, model, logs)
+            await self._start_worker(stack, name, server.url, model)
         client = await stack.enter_async_context(AsyncClient(server.url, tenant="demo"))
         stack.enter_context(self._view.shown(self._jobs, self._elapsed))
         await self._play(client, exporters)
         self._view.finish(self._jobs, self._trace_file, self._elapsed())
 
-    async def _start_worker(
-        self, stack: AsyncExitStack, name: str, url: str, model: Path, logs: Path
-    ) -> None:
+    async def _start_worker(self, stack: AsyncExitStack, name: str, url: str, model: Path) -> None:
         worker = WorkerProcess(
             name,
             {
@@ -162,8 +161,9 @@ class Demo:
                 "grace_s": 0,
                 "prefetch": 0,
                 "trace_file": self._trace_file,
+                "simulated_step_ms": self._config.simulated_step_ms,
             },
-            logs / f"{name}.log",
+            self._files.with_name(f"{self._files.name}-{name}.log"),
             environment={"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2))},
         )
         stack.push_async_callback(worker.stop, 3.0)
@@ -197,7 +197,9 @@ class Demo:
             job.job = await client.submit(
                 model=MODEL_NAME,
                 messages=[{"role": "user", "content": prompt}],
-                sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+                sampling=SamplingParams(
+                    max_tokens=max_tokens, temperature=0.6, top_p=0.9, seed=job.number
+                ),
                 priority="interactive",
             )
         self._view.submitted(job)

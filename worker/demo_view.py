@@ -5,6 +5,8 @@ A view only shows; what is true is decided in worker/demo.py. Both views end wit
 
 from __future__ import annotations
 
+import json
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 PIECE = 56
 """Characters of text on one line of the plain view."""
+PIPE_WIDTH = 120
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_cyan", "white")
 REFRESH_PER_S = 8
 
@@ -92,7 +95,7 @@ class PlainView:
 
     def _line(self, job: Watched, offset: int, text: str) -> None:
         worker = job.workers[-1] if job.workers else ""
-        shown = text.strip("\n").replace("\n", " / ")
+        shown = " / ".join(line.strip() for line in text.split("\n") if line.strip())
         self._print(f"{self._elapsed():6.2f}s  [{job.number}] {worker:8} @{offset:<4}| {shown}")
 
     def _print(self, text: str) -> None:
@@ -222,9 +225,37 @@ def closing(jobs: Sequence[Watched], trace_file: Path, elapsed_s: float) -> str:
     return f"{verdict}\n{elapsed_s:.1f} s in all. Trace: {trace_file}"
 
 
+class JsonView(PlainView):
+    """What happens goes to standard error; the outcome to standard output, as one JSON object."""
+
+    def __init__(self) -> None:
+        super().__init__(Console(width=PIPE_WIDTH, stderr=True))
+
+    def finish(self, jobs: Sequence[Watched], trace_file: Path, elapsed_s: float) -> None:
+        outcome = {
+            "jobs": [
+                {
+                    "job_id": job.job.id if job.job else None,
+                    "tokens": len(job.token_ids),
+                    "ttft_s": job.ttft_s,
+                    "tokens_per_s": job.tokens_per_s,
+                    "attempts": job.attempt,
+                    "workers": job.workers,
+                    "resumed_at": job.resumed_at,
+                    "trace_id": job.trace_id,
+                    "faults": job.faults,
+                }
+                for job in jobs
+            ],
+            "trace_file": str(trace_file),
+            "elapsed_s": elapsed_s,
+        }
+        sys.stdout.write(json.dumps(outcome) + "\n")
+
+
 def make_view(*, plain: bool = False) -> View:
     """Live where someone looks, plain in a pipe."""
     console = Console()
     if console.is_terminal and not plain:
         return LiveView(console)
-    return PlainView(Console(width=160))
+    return PlainView(Console(width=PIPE_WIDTH))
