@@ -109,8 +109,7 @@ INLINE void decode_scores(const KV* k, const int64_t* rows, int64_t count, const
                 for (int t = 0; t < 4; t++) total[h][t] += key[t] * query;
             }
         }
-        for (int h = 0; h < HEADS; h++)
-            for (int t = 0; t < 4; t++) scores[h * SPLIT + j + t] = sum(total[h][t]);
+        for (int h = 0; h < HEADS; h++) sum4(total[h], scores + h * SPLIT + j);
     }
 }
 

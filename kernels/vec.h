@@ -36,9 +36,13 @@ INLINE f32x16 load(const float* p) { f32x16 v; memcpy(&v, p, 64); return v; }
 INLINE void store(float* p, f32x16 v) { memcpy(p, &v, 64); }
 
 INLINE f32x16 load(const bf16* p) {
+#if defined(__AVX512F__)  // GCC splits the conversion below in two and glues the halves together
+    return (f32x16)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
     u16x16 half;
     memcpy(&half, p, 32);
     return (f32x16)(__builtin_convertvector(half, u32x16) << 16);
+#endif
 }
 
 // Round to nearest even; a NaN stays one.
@@ -46,8 +50,12 @@ INLINE void store(bf16* p, f32x16 v) {
     u32x16 bits = (u32x16)v;
     bits += 0x7fffu + ((bits >> 16) & 1u);
     bits = (v == v) ? bits : u32x16{} + 0x7fc00000u;
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)(bits >> 16)));
+#else
     u16x16 half = __builtin_convertvector(bits >> 16, u16x16);
     memcpy(p, &half, 32);
+#endif
 }
 
 #if defined(__AVX512F__)
@@ -108,6 +116,21 @@ INLINE float max(f32x16 v) {
     return top;
 }
 #endif
+// out[i] = sum(v[i]) for four vectors at the price of little more than one.
+INLINE void sum4(const f32x16* v, float* out) {
+    const i32x16 low = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29};
+    const i32x16 high = low + 2;
+    f32x16 a = __builtin_shuffle(v[0], v[1], low) + __builtin_shuffle(v[0], v[1], high);
+    f32x16 b = __builtin_shuffle(v[2], v[3], low) + __builtin_shuffle(v[2], v[3], high);
+    const i32x16 first = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
+    const i32x16 second = first + 2;
+    f32x16 four = __builtin_shuffle(a, b, first) + __builtin_shuffle(a, b, second);
+    typedef float f32x4 __attribute__((vector_size(16)));
+    f32x4 part[4];
+    memcpy(part, &four, 64);
+    part[0] = (part[0] + part[1]) + (part[2] + part[3]);
+    memcpy(out, part, 16);
+}
 INLINE f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
 // e^x within 2 ulp; below -87.3 it is exactly 0, above 88.3 it stays at e^88.3; a NaN stays one.
