@@ -130,6 +130,8 @@ def _indexed(path: Path) -> dict[str, Entry]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path / INDEX} holds no weight_map")
     for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise CheckpointError(f"{path / INDEX}: {shard!r} for {name} is no file name")
         if not (path / shard).is_file():
             raise CheckpointError(f"{path / shard} is missing; it should hold the tensor {name}")
     entries: dict[str, Entry] = {}

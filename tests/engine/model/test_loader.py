@@ -154,7 +154,17 @@ def test_a_stale_index_is_refused_naming_the_tensor(sharded, stale):
         load(path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": {}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": 1}}',
+        '{"weight_map": {"a": "../x"}}',
+    ],
+)
 def test_an_index_that_is_none_is_refused(sharded, content):
     path, _ = sharded
     (path / INDEX).write_text(content)
@@ -226,6 +236,13 @@ def test_a_weight_beyond_float16_is_refused_and_not_clipped(single, value):
     rewrite(file, spoil)
     with pytest.raises(CheckpointError, match=rf"{Q_PROJ} reaches .* float16's 65504"):
         load(path, dtype=torch.float16)
+
+
+def test_an_activation_beyond_float16_ends_in_logits_that_are_not_finite(single, driver):
+    path, file = single
+    rewrite(file, lambda t: t["model.layers.0.mlp.up_proj.weight"].mul_(30_000))
+    assert driver(path).prefill([1, 2, 3], 3).isfinite().all()
+    assert not driver(path, dtype=torch.float16).prefill([1, 2, 3], 3).isfinite().any(dim=1).any()
 
 
 def test_the_largest_float16_weight_is_kept(single):

@@ -213,3 +213,20 @@ def test_a_block_costs_what_its_pools_hold(tiny_random, driver):
     pools = decoder.make_pools(10, 16)
     total = sum(pool.k.nbytes + pool.v.nbytes for pool in pools)
     assert decoder.kv_bytes_per_block(16) == total // 10
+
+
+@pytest.mark.smollm2
+def test_smollm2_follows_transformers_over_a_chat_prompt(reference, driver):
+    from transformers import AutoTokenizer
+
+    from tokenfleet.worker.demo_model import prepare_smollm2
+
+    path = prepare_smollm2()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    turns = [{"role": "user", "content": "Write 3 short lines about the sea in 1999."}]
+    ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    with torch.inference_mode():
+        wanted = reference(path)(torch.tensor([ids])).logits[0]
+    actual = driver(path, max_model_len=128).prefill(ids, 16)
+    assert torch.equal(actual.argmax(-1), wanted.argmax(-1))
+    torch.testing.assert_close(actual, wanted, atol=5e-4, rtol=0)  # logits reach 30
