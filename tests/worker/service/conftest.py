@@ -205,7 +205,7 @@ class Fleet:
 
 @pytest.fixture
 def until() -> Callable[..., Any]:
-    """until(check): wait until check(), or what it awaits, is true; the time limit ends the test."""
+    """until(check): wait until check(), or what it awaits, is true; the time limit ends a test."""
 
     async def wait(check: Callable[[], Any]) -> Any:
         while True:
