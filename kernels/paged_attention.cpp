@@ -29,10 +29,16 @@ struct Problem {
 
     int64_t group() const { return q_heads / kv_heads; }
     int64_t query_len(int64_t s) const { return query_starts[s + 1] - query_starts[s]; }
-    // Element offset of a token's K (and V) row.
-    INLINE int64_t row(int64_t s, int64_t head, int64_t token) const {
-        int64_t block = block_tables[s * table_stride + token / block_size];
-        return ((block * kv_heads + head) * block_size + token % block_size) * dim;
+    // rows[j] = element offset of the K (and V) row of token begin + j; one division a block.
+    INLINE void find_rows(int64_t s, int64_t head, int64_t begin, int64_t end, int64_t* rows) const {
+        const int32_t* table = block_tables + s * table_stride;
+        int64_t index = begin / block_size, offset = begin % block_size;
+        for (int64_t left = end - begin; left > 0; index++, offset = 0) {
+            int64_t first = ((table[index] * kv_heads + head) * block_size + offset) * dim;
+            int64_t count = block_size - offset < left ? block_size - offset : left;
+            for (int64_t j = 0; j < count; j++) *rows++ = first + j * dim;
+            left -= count;
+        }
     }
     // The first token that a query at this position sees.
     INLINE int64_t first_visible(int64_t position) const {
@@ -152,7 +158,7 @@ void decode_heads(const Problem& p, const Item& item, int64_t first_head, const 
 
 void decode_item(const Problem& p, const Item& item, float* partials) {
     int64_t rows[SPLIT];
-    for (int64_t j = item.begin; j < item.end; j++) rows[j - item.begin] = p.row(item.sequence, item.head, j);
+    p.find_rows(item.sequence, item.head, item.begin, item.end, rows);
     float* partial = partials + item.partial * p.group() * partial_size(p);
     with_dtype(p.kv_dtype, [&]<typename KV>(KV*) {
         for (int64_t g = 0; g < p.group();) {
@@ -236,10 +242,12 @@ struct ChunkScratch {
 // K transposed to [dim][TILE], V as [TILE][dim], in fp32; zeros outside [begin, end).
 template <typename KV>
 void load_tile(const Problem& p, const Item& item, int64_t tile, int64_t begin, int64_t end, ChunkScratch& memory) {
+    int64_t rows[TILE];
+    const int64_t low = begin > tile ? begin - tile : 0, high = end - tile < TILE ? end - tile : TILE;
+    p.find_rows(item.sequence, item.head, tile + low, tile + high, rows + low);
     for (int64_t j = 0; j < TILE; j++) {
-        bool there = tile + j >= begin && tile + j < end;
-        const int64_t at = there ? p.row(item.sequence, item.head, tile + j) : 0;
-        const KV *k = (const KV*)p.k + at, *v = (const KV*)p.v + at;
+        const bool there = j >= low && j < high;
+        const KV *k = (const KV*)p.k + (there ? rows[j] : 0), *v = (const KV*)p.v + (there ? rows[j] : 0);
         for (int64_t i = 0; i < p.dim; i += LANES) {
             f32x16 key = there ? load(k + i) : f32x16{}, value = there ? load(v + i) : f32x16{};
             store(memory.values + j * p.dim + i, value);
