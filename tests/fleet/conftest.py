@@ -1,0 +1,262 @@
+"""Whole workers as processes, a real server, the real client.
+
+`fleet` runs workers whose engine repeats the prompt at a fixed pace (they start in a second and their
+output is known without asking anyone); `model_fleet` runs a tiny random Llama.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenfleet.producer import AsyncClient, AsyncJob, Event, JobResult, SamplingParams
+from tokenfleet.producer.embedded import EmbeddedServer
+from tokenfleet.worker.worker_process import WorkerProcess
+
+MODEL = "m"
+LONG = os.environ.get("TOKENFLEET_CHAOS") == "long"
+
+
+@dataclass(slots=True)
+class Followed:
+    """A job and all that a subscriber saw of it."""
+
+    job: AsyncJob
+    events: list[Event] = field(default_factory=list)
+
+    async def follow(self) -> None:
+        async for event in self.job.stream():
+            self.events.append(event)
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events)
+
+    @property
+    def resumed(self) -> int:
+        """Attempts that went on behind tokens of earlier ones."""
+        attempts = {e.attempt for e in self.events if e.token_ids}
+        return max(0, len(attempts) - 1)
+
+    def check(self, result: JobResult) -> None:
+        """The stream has no gap and no doublet, ends once, and equals the result."""
+        offset = 0
+        for event in self.events:
+            assert event.offset == offset, (self.job.id, offset, event)
+            offset = event.end
+        assert [e.final for e in self.events] == [False] * (len(self.events) - 1) + [True]
+        assert tuple(t for e in self.events for t in e.token_ids) == result.token_ids
+        assert self.text == result.text
+
+
+class Fleet:
+    """Workers on one server. Whatever a test forgets is ended with it."""
+
+    def __init__(self, server: EmbeddedServer, model: Path, logs: Path, **settings: Any) -> None:
+        self.server = server
+        self.client = AsyncClient(server.url, connect_timeout_s=20.0)
+        self.random = random.Random(20261130)
+        self._model = model
+        self._logs = logs
+        self._settings = settings
+        self._workers: list[WorkerProcess] = []
+
+    async def start(self, **settings: Any) -> WorkerProcess:
+        """A worker that takes jobs."""
+        worker = self.spawn(**settings)
+        await worker.start()
+        await worker.ready()
+        return worker
+
+    def spawn(self, **settings: Any) -> WorkerProcess:
+        """A worker that has not been started."""
+        name = f"w{len(self._workers)}"
+        values = {
+            "redis_url": self.server.url,
+            "model": self._model,
+            "model_name": MODEL,
+            "max_num_seqs": 8,
+            "lease_s": 1.0,
+            "flush_interval_ms": 5,
+            **self._settings,
+            **settings,
+        }
+        worker = WorkerProcess(
+            name,
+            values,
+            self._logs / f"{name}.log",
+            environment={"OMP_NUM_THREADS": "1", "TOKENFLEET_MODEL": None},
+        )
+        self._workers.append(worker)
+        return worker
+
+    async def submit(self, prompt: str, max_tokens: int, **fields: Any) -> AsyncJob:
+        sampling = SamplingParams(
+            max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **fields.pop("sampling", {})
+        )
+        return await self.client.submit(model=MODEL, prompt=prompt, sampling=sampling, **fields)
+
+    async def follow(self, *jobs: AsyncJob) -> list[Followed]:
+        """Follow jobs to their ends and check each stream against its result."""
+        followed = [Followed(job) for job in jobs]
+        await asyncio.gather(*(one.follow() for one in followed))
+        for one in followed:
+            one.check(await one.job.result(timeout_s=10.0))
+        return followed
+
+    def log(self, worker: WorkerProcess) -> list[dict[str, Any]]:
+        """The worker's log lines."""
+        lines = worker.log.read_text(errors="replace").splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    async def said(self, worker: WorkerProcess, event: str, **fields: Any) -> dict[str, Any]:
+        """Wait for a log line."""
+        while True:
+            for line in self.log(worker):
+                if line.get("event") == event and fields.items() <= line.items():
+                    return line
+            await asyncio.sleep(0.02)
+
+    async def pending(self, worker: WorkerProcess | None = None) -> int:
+        """Jobs held in the group, by one worker or by all."""
+        redis = self.client.link.connection.client
+        held = 0
+        async for key in redis.scan_iter("{tokenfleet:0}:q:*"):
+            info = await redis.xpending(key, "workers")
+            for consumer in info["consumers"]:
+                if worker is None or consumer["name"].decode() == worker.name:
+                    held += consumer["pending"]
+        return held
+
+    async def close(self) -> None:
+        await self.client.aclose()
+        await asyncio.gather(*(worker.stop(0.0) for worker in self._workers))
+
+
+def engine_pid(worker: WorkerProcess) -> int:
+    """The engine process of a worker."""
+    children = Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()
+    for child in map(int, children):
+        if b"engine_child" in Path(f"/proc/{child}/cmdline").read_bytes():
+            return child
+    raise LookupError(f"worker {worker.pid} has no engine process")
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def repeated(prompt: str, max_tokens: int) -> str:
+    """What the simulated engine answers: its tokens are bytes."""
+    return (prompt * (max_tokens // len(prompt) + 1))[:max_tokens]
+
+
+@pytest.fixture(scope="session")
+def tools() -> Any:
+    """The helpers above, as attributes."""
+    from types import SimpleNamespace
+
+    return SimpleNamespace(engine_pid=engine_pid, alive=alive, repeated=repeated, long=LONG)
+
+
+@pytest.fixture
+def until() -> Callable[..., Any]:
+    """until(check): wait until check(), or what it awaits, is true; the time limit ends a test."""
+
+    async def wait(check: Callable[[], Any]) -> Any:
+        while True:
+            found = check()
+            if asyncio.iscoroutine(found):
+                found = await found
+            if found:
+                return found
+            await asyncio.sleep(0.01)
+
+    return wait
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tokenizer of bytes: id b is byte b."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("bytes")
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    letters = [chr(b if b in printable else next(others)) for b in range(256)]
+    specials = ["<s>", "</s>", "<pad>"]
+    vocab = {letter: byte for byte, letter in enumerate(letters)}
+    vocab |= {name: 256 + index for index, name in enumerate(specials)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in specials])
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer_path: Path) -> Path:
+    """Two layers of random weights; ids are bytes."""
+    import shutil
+
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    path = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=259, hidden_size=96, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=6, num_key_value_heads=3, max_position_embeddings=1024,
+        bos_token_id=256, eos_token_id=257, pad_token_id=258,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(path)
+    shutil.copy(byte_tokenizer_path / "tokenizer.json", path)
+    return path
+
+
+@pytest.fixture
+def fleet_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    with EmbeddedServer(data_dir=tmp_path / "aof", options=["--appendfsync", "always"]) as server:
+        yield server
+
+
+@pytest.fixture
+async def fleet(
+    fleet_server: EmbeddedServer, byte_tokenizer_path: Path, tmp_path: Path
+) -> AsyncIterator[Fleet]:
+    """Simulated engines, 5 ms a step."""
+    fleet = Fleet(fleet_server, byte_tokenizer_path, tmp_path, simulated_step_ms=5)
+    yield fleet
+    await fleet.close()
+
+
+@pytest.fixture
+async def model_fleet(
+    fleet_server: EmbeddedServer, tiny_llama: Path, tmp_path: Path
+) -> AsyncIterator[Fleet]:
+    """Real engines with a tiny model."""
+    fleet = Fleet(
+        fleet_server,
+        tiny_llama,
+        tmp_path,
+        dtype="float32",
+        max_model_len=1024,
+        num_blocks=512,
+        enforce_eager=True,
+    )
+    yield fleet
+    await fleet.close()

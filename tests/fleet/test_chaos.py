@@ -1,0 +1,205 @@
+"""What dies at random moments, and that nobody who follows a job can tell.
+
+Short by default; TOKENFLEET_CHAOS=long for the long form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+
+import pytest
+
+pytestmark = pytest.mark.chaos
+
+
+async def test_sigkill_of_workers_at_random_moments_leaves_every_stream_whole(fleet, tools) -> None:
+    """The engine's output is known: no token is lost, doubled or another's."""
+    kills = 60 if tools.long else 8
+    workers = [await fleet.start(max_num_seqs=16) for _ in range(2)]
+    jobs = [await fleet.submit(f"job {i} says ", 300 + 20 * i) for i in range(32)]
+    following = asyncio.ensure_future(fleet.follow(*jobs))
+    struck = 0
+    while not following.done() and struck < kills:
+        await asyncio.sleep(fleet.random.uniform(0.1, 0.6))
+        victim = fleet.random.randrange(2)
+        await workers[victim].kill()
+        struck += 1
+        workers[victim] = await fleet.start(max_num_seqs=16)
+    followed = await following
+    assert struck >= 5
+    for number, one in enumerate(followed):
+        assert one.text == tools.repeated(f"job {number} says ", 300 + 20 * number)
+    resumed = sum(one.resumed for one in followed)
+    print(f"{struck} kills, {resumed} attempts went on at an offset above zero")
+    assert resumed > 0
+    assert await fleet.pending() == 0
+
+
+async def test_greedy_text_after_sigkills_equals_an_undisturbed_run(model_fleet, tools) -> None:
+    fleet = model_fleet
+    kills = 20 if tools.long else 3
+    lengths = [60 + 10 * i for i in range(32)]
+    workers = [await fleet.start(max_num_seqs=16) for _ in range(2)]
+
+    async def submit_all():
+        return [await fleet.submit(f"prompt {i}", n) for i, n in enumerate(lengths)]
+
+    calm = [one.text for one in await fleet.follow(*await submit_all())]
+    following = asyncio.ensure_future(fleet.follow(*await submit_all()))
+    struck = 0
+    while not following.done() and struck < kills:
+        await asyncio.sleep(fleet.random.uniform(0.05, 0.4))
+        victim = fleet.random.randrange(2)
+        await workers[victim].kill()
+        struck += 1
+        workers[victim] = fleet.spawn(max_num_seqs=16)
+        await workers[victim].start()
+    followed = await following
+    assert [one.text for one in followed] == calm
+    resumed = sum(one.resumed for one in followed)
+    print(f"{struck} kills, {resumed} attempts went on at an offset above zero")
+    assert resumed > 0
+
+
+async def test_a_killed_engine_costs_no_token_and_its_worker_lives_on(fleet, tools, until) -> None:
+    worker = await fleet.start()
+    pid = worker.pid
+    jobs = [await fleet.submit(f"job {i} ", 400) for i in range(8)]
+    following = asyncio.ensure_future(fleet.follow(*jobs))
+    deaths = 10 if tools.long else 3
+    for _ in range(deaths):
+        await until(lambda: _some_running(jobs))
+        await asyncio.sleep(fleet.random.uniform(0.05, 0.3))
+        with contextlib.suppress(LookupError, ProcessLookupError):
+            os.kill(tools.engine_pid(worker), signal.SIGKILL)
+    for number, one in enumerate(await following):
+        assert one.text == tools.repeated(f"job {number} ", 400)
+    assert worker.pid == pid
+    assert worker.alive
+    died = [line for line in fleet.log(worker) if line["event"] == "engine_died"]
+    assert died
+    assert all("SIGKILL" in line["cause"] for line in died)
+
+
+async def test_a_stopped_worker_that_wakes_after_its_lease_is_refused(fleet, tools, until) -> None:
+    zombie = await fleet.start(max_num_seqs=8)
+    jobs = [await fleet.submit(f"job {i} ", 500) for i in range(8)]
+    following = asyncio.ensure_future(fleet.follow(*jobs))
+    await until(lambda: _offset(jobs[-1]))
+    os.kill(zombie.pid, signal.SIGSTOP)
+    held = await fleet.pending(zombie)
+    assert held <= 8 + 2
+    heir = await fleet.start(max_num_seqs=8)
+    await until(lambda: _attempt(jobs[-1], 2))
+    os.kill(zombie.pid, signal.SIGCONT)
+    for number, one in enumerate(await following):
+        assert one.text == tools.repeated(f"job {number} ", 500)
+        attempts = [e.attempt for e in one.events if e.token_ids]
+        assert attempts == sorted(attempts)
+    await until(lambda: any(x["event"] == "job_lost" for x in fleet.log(zombie)))
+    next_job = await fleet.submit("still alive ", 30)
+    await fleet.follow(next_job)
+    assert heir.alive
+    assert zombie.alive
+
+
+async def test_an_engine_that_stands_still_is_replaced(fleet, tools, until) -> None:
+    worker = await fleet.start(step_limit_s=0.5)
+    job = await fleet.submit("job ", 300)
+    following = asyncio.ensure_future(fleet.follow(job))
+    await until(lambda: _offset(job))
+    os.kill(tools.engine_pid(worker), signal.SIGSTOP)
+    (followed,) = await following
+    assert followed.text == tools.repeated("job ", 300)
+    assert any(line["event"] == "engine_hangs" for line in fleet.log(worker))
+
+
+async def test_a_restart_of_redis_with_its_log_costs_nothing(fleet, tools, until) -> None:
+    worker = await fleet.start(lease_s=30)
+    jobs = [await fleet.submit(f"job {i} ", 600) for i in range(8)]
+    following = asyncio.ensure_future(fleet.follow(*jobs))
+    for _ in range(3 if tools.long else 1):
+        await until(lambda: _offset(jobs[-1]))
+        await asyncio.to_thread(fleet.server.kill)
+        await fleet.said(worker, "broker_away")
+        await asyncio.to_thread(fleet.server.start)
+        await fleet.said(worker, "broker_back")
+    for number, one in enumerate(await following):
+        assert one.text == tools.repeated(f"job {number} ", 600)
+        assert one.events[-1].attempt == 1
+    await fleet.follow(await fleet.submit("after ", 10))
+
+
+async def test_a_subscriber_may_join_at_any_moment(fleet, tools) -> None:
+    joins = 1000 if tools.long else 200
+    await fleet.start(max_num_seqs=8, prefetch=0)
+    lengths = [40 + 10 * (i % 30) for i in range(40)]
+    jobs = [await fleet.submit(f"job {i} ", n) for i, n in enumerate(lengths)]
+    texts = [tools.repeated(f"job {i} ", n) for i, n in enumerate(lengths)]
+
+    async def join(delay_s: float, number: int) -> None:
+        await asyncio.sleep(delay_s)
+        seen = [event async for event in jobs[number].stream()]
+        assert "".join(event.text for event in seen) == texts[number]
+        assert [t for e in seen for t in e.token_ids] == list(texts[number].encode())
+
+    await asyncio.gather(
+        *(join(fleet.random.uniform(0, 8), fleet.random.randrange(40)) for _ in range(joins))
+    )
+
+
+async def test_a_job_that_kills_its_engine_is_buried_and_the_others_are_served(
+    fleet, tools
+) -> None:
+    poison = "POISON"
+    subject = ",".join(f"{byte:x}" for byte in poison.encode())
+    await fleet.start(fault=f"kill@add:{subject}", max_failures=2)
+    good = [await fleet.submit(f"job {i} ", 200) for i in range(6)]
+    bad = await fleet.submit(poison, 50)
+    for number, one in enumerate(await fleet.follow(*good)):
+        assert one.text == tools.repeated(f"job {number} ", 200)
+    events = [event async for event in bad.stream()]
+    assert events[-1].error is not None
+    assert events[-1].error.code == "engine_died"
+    assert (await bad.status()).state == "failed"
+
+
+async def test_workers_share_a_fixed_set_in_proportion(fleet, tools) -> None:
+    """With a device of its own for each: two workers need at most 0.6 of one's time."""
+    most = 8 if tools.long else 2
+    settings = {"simulated_step_ms": 40, "max_num_seqs": 4, "prefetch": 0}
+
+    async def spent(count: int) -> float:
+        workers = [fleet.spawn(**settings) for _ in range(count)]
+        await asyncio.gather(*(worker.start() for worker in workers))
+        await asyncio.gather(*(worker.ready() for worker in workers))
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        jobs = [await fleet.submit(f"{i}", 20) for i in range(8 * most)]
+        await asyncio.gather(*(job.result(timeout_s=100) for job in jobs))
+        took = loop.time() - started
+        await asyncio.gather(*(worker.stop(10.0) for worker in workers))
+        return took
+
+    one = await spent(1)
+    bounds = {2: 0.6} | ({8: 0.15} if tools.long else {})
+    for count, bound in bounds.items():
+        share = await spent(count) / one
+        print(f"{count} workers: {share:.3f} of one worker's {one:.1f} s")
+        assert share <= bound
+
+
+async def _offset(job) -> bool:
+    return (await job.status()).offset > 0
+
+
+async def _attempt(job, attempt: int) -> bool:
+    return (await job.status()).attempt >= attempt
+
+
+async def _some_running(jobs) -> bool:
+    states = [(await job.status()).state for job in jobs]
+    return "running" in states or not {"waiting", "running"} & set(states)
