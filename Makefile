@@ -18,6 +18,7 @@ $(STAMP): pyproject.toml deploy/constraints.txt
 demo: $(STAMP)  ## two workers, a kill in the middle, streams without a gap
 	$(BIN)/tokenfleet demo
 
+test: export OMP_NUM_THREADS = 1  # two tests at once on two cores: more threads would only wait for each other
 test: $(STAMP)  ## the whole suite
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 

@@ -8,29 +8,20 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from tokenfleet.engine.accounts import Accounts
 from tokenfleet.engine.admission import check_request, ending_tokens, longest, sequences_of
 from tokenfleet.engine.config import EngineConfig
-from tokenfleet.engine.errors import ConfigError, InvalidRequest, InvariantBroken
-from tokenfleet.engine.execution.placement import (
-    pick_block_size,
-    pick_device,
-    pick_dtype,
-    pick_max_len,
-    pick_num_blocks,
-)
-from tokenfleet.engine.execution.runner import Runner
-from tokenfleet.engine.model.families import read_spec
-from tokenfleet.engine.model.loader import load_decoder
+from tokenfleet.engine.errors import InvalidRequest, InvariantBroken
+from tokenfleet.engine.execution.loading import LoadedModel, load_model
 from tokenfleet.engine.request import CoreEvent, EngineRequest
 from tokenfleet.engine.sampling_params import SamplingParams
 from tokenfleet.engine.scheduling.block_pool import BlockPool
 from tokenfleet.engine.scheduling.plan import StepPlan
 from tokenfleet.engine.scheduling.prefix_cache import PrefixCache
-from tokenfleet.engine.scheduling.scheduler import Limits, Scheduler
+from tokenfleet.engine.scheduling.scheduler import Scheduler, limits_of
 from tokenfleet.engine.scheduling.sequence import Sequence
 from tokenfleet.engine.stats import StepStats
 
@@ -46,36 +37,28 @@ class EngineCore:
     Args:
         config: what to load and how much of the machine to use.
         known_vocab: ids from this on are never sampled; None = the model's whole vocabulary.
+        load: makes the model; replaced where a step is simulated.
 
     Raises:
         ConfigError, UnsupportedModel, CheckpointError: before anything runs.
     """
 
-    def __init__(self, config: EngineConfig, *, known_vocab: int | None = None) -> None:
-        path = Path(config.model)
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        known_vocab: int | None = None,
+        load: Callable[[EngineConfig, int | None], LoadedModel] = load_model,
+    ) -> None:
+        model = load(config, known_vocab)
         self.config = config
-        self.device = pick_device(config)
-        self.block_size = pick_block_size(config, self.device)
-        self.limits = _limits(config, self.block_size)
-        self.spec = read_spec(path, max_model_len=config.max_model_len)
-        self.max_len = pick_max_len(config, self.spec)
-        dtype = pick_dtype(config, self.spec, self.device)
-        decoder = load_decoder(
-            path, self.spec, dtype=dtype, device=self.device, quantization=config.quantization
-        )
-        blocks = pick_num_blocks(config, decoder, self.block_size, self.max_len, self.device)
+        self.spec = model.spec
+        self.runner = model.runner
+        self.max_len = model.max_len
+        self.limits = limits_of(config, model.block_size)
         self.cache = PrefixCache() if config.prefix_cache else None
-        self.scheduler = Scheduler(self.limits, BlockPool(blocks, self.cache), self.cache)
-        self.runner = Runner(
-            decoder,
-            num_slots=config.max_num_seqs,
-            num_blocks=blocks,
-            block_size=self.block_size,
-            max_len=self.max_len,
-            known_vocab=min(known_vocab or self.spec.vocab_size, self.spec.vocab_size),
-            device=self.device,
-        )
-        self.stats = StepStats(blocks_total=blocks)
+        self.scheduler = Scheduler(self.limits, BlockPool(model.num_blocks, self.cache), self.cache)
+        self.stats = StepStats(blocks_total=model.num_blocks)
         self._accounts = Accounts(self.scheduler)
         self._arrivals = 0
         self._random = random.Random(config.seed)
@@ -133,7 +116,7 @@ class EngineCore:
         if request.id in self._accounts:
             raise InvalidRequest("duplicate_id", f"a request {request.id!r} is running already")
         check_request(request, self.spec.vocab_size, self.max_len)
-        pool_tokens = self.scheduler.pool.num_blocks * self.block_size
+        pool_tokens = self.scheduler.pool.num_blocks * self.limits.block_size
         max_len = longest(request, self.max_len, pool_tokens)
         self.scheduler.check_fits(max_len)
         self._arrivals += 1
@@ -144,11 +127,14 @@ class EngineCore:
             arrival=self._arrivals,
             seed=self._random.getrandbits(64) if seed is None else seed % 2**64,
             ending=ending_tokens(request.params, self.spec.eos_token_ids),
-            cache_context=self.cache.context(salt=request.cache_salt) if self.cache else 0,
+            cache_context=self._cache_context(request),
         )
         if parent is not None and sequences:
             sequences[0].parent, sequences[0].shared_limit = parent, parent.num_done
         self._accounts.open(request, sequences)
+
+    def _cache_context(self, request: EngineRequest) -> int:
+        return 0 if self.cache is None else self.cache.context(salt=request.cache_salt)
 
     # -- one step --------------------------------------------------------------------------
 
@@ -218,17 +204,3 @@ class EngineCore:
         stats.forward_s = timing.forward_s if plan else 0.0
         stats.sample_s = timing.sample_s if plan else 0.0
         stats.step_s = time.perf_counter() - started
-
-
-def _limits(config: EngineConfig, block_size: int) -> Limits:
-    if config.max_num_batched_tokens < config.max_num_seqs:
-        raise ConfigError(
-            f"max_num_batched_tokens ({config.max_num_batched_tokens}) must be at least "
-            f"max_num_seqs ({config.max_num_seqs}): every running sequence needs one token a step"
-        )
-    return Limits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        block_size=block_size,
-        max_chunk_tokens=config.max_chunk_tokens,
-    )

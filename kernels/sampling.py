@@ -84,7 +84,8 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     best = best.masked_fill(~keep, -torch.inf)
     picked = (best + gumbel(rows.keys, ids.to(torch.int32))).argmax(dim=-1, keepdim=True)
     chosen = ids.gather(1, picked)[:, 0]
-    deeper = keep[:, -1]
+    # the last candidate survived, or top-k's mass reaches beyond the candidates
+    deeper = keep[:, -1] | ((rows.top_k > CANDIDATES) & (rows.top_k < logits.shape[1]))
     if bool(deeper.any()):
         rest = rows.rows(deeper)
         chosen[deeper] = _draw_from_all(warp(logits[deeper], rest), rest.keys)

@@ -46,9 +46,10 @@ class PrefixCache:
     def commit(self, parent: int, key: bytes, block: int) -> int:
         """Record that `block` holds these tokens after `parent`; the node to go on from.
 
-        A prefix that another block already holds keeps that block.
+        A prefix that another block already holds keeps that block, and a block keeps the prefix
+        it is known by (the same tokens, reached through a node that is gone by now).
         """
-        full = (parent, key)
+        full = self._key_in.get(block, (parent, key))
         node = self._node_of.get(full)
         if node is None:
             node = next(self._ids)

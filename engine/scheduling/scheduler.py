@@ -17,7 +17,8 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass
 
-from tokenfleet.engine.errors import InvalidRequest, InvariantBroken
+from tokenfleet.engine.config import EngineConfig
+from tokenfleet.engine.errors import ConfigError, InvalidRequest, InvariantBroken
 from tokenfleet.engine.scheduling.block_pool import BlockPool
 from tokenfleet.engine.scheduling.plan import Chunk, StepPlan
 from tokenfleet.engine.scheduling.prefix_cache import PrefixCache, token_key
@@ -38,6 +39,25 @@ class Limits:
     def long_prompt(self) -> int:
         """A prompt that misses more than this leaves half of the budget to others that wait."""
         return 4 * self.max_num_batched_tokens
+
+
+def limits_of(config: EngineConfig, block_size: int) -> Limits:
+    """The limits that a config means.
+
+    Raises:
+        ConfigError: the token budget is smaller than the number of slots.
+    """
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens ({config.max_num_batched_tokens}) must be at least "
+            f"max_num_seqs ({config.max_num_seqs}): every running sequence needs one token a step"
+        )
+    return Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=block_size,
+        max_chunk_tokens=config.max_chunk_tokens,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,10 +294,11 @@ class Scheduler:
         """The longest chain of known blocks within the first `limit` tokens."""
         blocks: list[int] = []
         node, size = 0, self.limits.block_size
-        full = limit // size if self.cache is not None and sequence.use_cache else 0
-        for index in range(full):
-            key = token_key(sequence.tokens[index * size : (index + 1) * size])
-            hit = self.cache.find(node or sequence.cache_context, key) if self.cache else None
+        if self.cache is None or not sequence.use_cache:
+            return _Prefix(blocks, 0, 0, node)
+        for start in range(0, limit - limit % size, size):
+            key = token_key(sequence.tokens[start : start + size])
+            hit = self.cache.find(node or sequence.cache_context, key)
             if hit is None:
                 break
             node, block = hit
@@ -305,14 +326,13 @@ class Scheduler:
         insort(self.running, sequence, key=_order_of)
 
     def _preempt(self, plan: StepPlan, victim: Sequence) -> None:
+        _drop_from(plan, victim)
         if victim.in_flight:
             raise InvariantBroken(f"sequence {victim.request_id} is in flight and was preempted")
-        _drop_from(plan, victim)
         self.running.remove(victim)
         self._let_go(victim)
         victim.num_preemptions += 1
         self.preemptions += 1
-        victim.move(SequenceState.WAITING)
         self.waiting.push(victim)
         self.waiting.release(victim)
         plan.preempted.append(victim)

@@ -21,10 +21,11 @@ from tokenfleet.engine.sampling_params import SamplingParams
 class SequenceState(Enum):
     """Where a sequence is; MOVES says what may follow.
 
-    HELD --parent ready or gone--> WAITING --admitted--> RUNNING --end--> FINISHED
-                                      ^---- preempted -----'
+    NEW --> HELD --parent ready or gone--> WAITING --admitted--> RUNNING --end--> FINISHED
+                                              ^---- preempted -----'
     """
 
+    NEW = "new"
     HELD = "held"
     WAITING = "waiting"
     RUNNING = "running"
@@ -32,6 +33,9 @@ class SequenceState(Enum):
 
 
 MOVES: dict[SequenceState, frozenset[SequenceState]] = {
+    SequenceState.NEW: frozenset(
+        {SequenceState.HELD, SequenceState.WAITING, SequenceState.FINISHED}
+    ),
     SequenceState.HELD: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
     SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
     SequenceState.RUNNING: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
@@ -65,7 +69,7 @@ class Sequence:
     parent: Sequence | None = None
     """Running sequence whose first `shared_limit` tokens are this one's too."""
     shared_limit: int = 0
-    state: SequenceState = SequenceState.WAITING
+    state: SequenceState = SequenceState.NEW
     num_computed: int = 0
     """Advanced when a step is scheduled, not when its result arrives."""
     num_done: int = 0

@@ -27,12 +27,13 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Let it wait at its place."""
+        sequence.move(SequenceState.WAITING)
         heapq.heappush(self._heap, (sequence.order, next(self._tie), sequence))
         self.num_waiting += 1
 
     def hold(self, sequence: Sequence, parent: Sequence) -> None:
         """Keep it back until `release(parent)`."""
-        sequence.state = SequenceState.HELD
+        sequence.move(SequenceState.HELD)
         parent.children.append(sequence)
         self.num_held += 1
 
@@ -42,7 +43,6 @@ class WaitingQueue:
         for child in children:
             if child.state is SequenceState.HELD:
                 self.num_held -= 1
-                child.move(SequenceState.WAITING)
                 self.push(child)
 
     def first(self) -> Sequence | None:
@@ -60,8 +60,8 @@ class WaitingQueue:
         self.num_waiting -= 1
 
     def ended(self, was: SequenceState) -> None:
-        """A sequence in state `was` finished without running."""
+        """A sequence in state `was` finished without a slot."""
         if was is SequenceState.HELD:
             self.num_held -= 1
-        else:
+        elif was is SequenceState.WAITING:
             self.num_waiting -= 1

@@ -70,6 +70,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The converted SmolLM2-135M-Instruct (made on first use, then cached)."""
+    from tokenfleet.worker.demo_model import prepare_smollm2
+
+    return prepare_smollm2()
+
+
+@pytest.fixture(scope="session")
 def families() -> list[str]:
     """Every model_type that tiny_random makes."""
     return list(FAMILIES)

@@ -1,0 +1,80 @@
+"""From a config to a model that can run steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from tokenfleet.engine.config import EngineConfig
+from tokenfleet.engine.execution.placement import (
+    pick_block_size,
+    pick_device,
+    pick_dtype,
+    pick_max_len,
+    pick_num_blocks,
+)
+from tokenfleet.engine.execution.runner import Outcome, Runner, Timing
+from tokenfleet.engine.model.families import read_spec
+from tokenfleet.engine.model.loader import load_decoder
+from tokenfleet.engine.model.spec import ModelSpec
+from tokenfleet.engine.scheduling.plan import StepPlan
+
+
+class RunsSteps(Protocol):
+    """What the core needs of a runner."""
+
+    timing: Timing
+
+    def run(self, plan: StepPlan) -> list[Outcome]:
+        """One outcome per chunk of the plan, in its order."""
+        ...
+
+
+class Vocabulary(Protocol):
+    """What the core needs of a ModelSpec."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory, with its KV blocks."""
+
+    spec: ModelSpec | Vocabulary
+    runner: RunsSteps
+    max_len: int
+    """Longest prompt plus output."""
+    block_size: int
+    num_blocks: int
+    """Usable blocks, the null block not counted."""
+
+
+def load_model(config: EngineConfig, known_vocab: int | None = None) -> LoadedModel:
+    """Read the checkpoint, place it, and allocate its KV blocks.
+
+    Raises:
+        ConfigError, UnsupportedModel, CheckpointError.
+    """
+    path = Path(config.model)
+    device = pick_device(config)
+    block_size = pick_block_size(config, device)
+    spec = read_spec(path, max_model_len=config.max_model_len)
+    max_len = pick_max_len(config, spec)
+    dtype = pick_dtype(config, spec, device)
+    decoder = load_decoder(path, spec, dtype=dtype, device=device, quantization=config.quantization)
+    num_blocks = pick_num_blocks(config, decoder, block_size, max_len, device)
+    runner = Runner(
+        decoder,
+        num_slots=config.max_num_seqs,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_len=max_len,
+        known_vocab=min(known_vocab or spec.vocab_size, spec.vocab_size),
+        device=device,
+    )
+    return LoadedModel(spec, runner, max_len, block_size, num_blocks)
