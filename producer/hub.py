@@ -171,10 +171,10 @@ class _Line:
 
     async def aclose(self) -> None:
         """End the task and the connection."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        task, self._task = self._task, None
+        while task is not None and not task.done():
+            task.cancel()  # more than once: redis-py may lose a cancel while it connects
+            await asyncio.wait([task], timeout=0.1)
 
     async def _say(self, command: str, *channels: str) -> bool:
         """Send when connected. What cannot be sent now is made good by the next connection."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,11 @@ class Lab:
         """Entries in all of the model's queues."""
         found = await self.raw.keys(f"{self.keys.prefix}:q:{model}:*")
         return sum([await self.raw.xlen(key) for key in found])
+
+    async def until(self, check: Callable[[], Awaitable[bool]]) -> None:
+        """Ask the server again and again; the test's timeout ends a wait in vain."""
+        while not await check():  # noqa: ASYNC110  # the server has no event to wait for
+            await asyncio.sleep(0.005)
 
     async def claim_when_back(self, queue: JobQueue, count: int) -> list[ClaimedJob]:
         """Claim as a worker does: again after each failure that a lost connection causes."""

@@ -1,0 +1,399 @@
+"""Streams: whatever happens between Redis and a subscriber, every token comes once and in order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tokenfleet.producer.errors import InvalidJob, JobExpired, StreamInterrupted
+from tokenfleet.producer.hub import MOST_WAITING
+from tokenfleet.producer.keys import new_job_id
+from tokenfleet.producer.protocol import Choice, Event, JobResult
+from tokenfleet.worker.queue import Emission
+
+WORDS = [f"w{n} " for n in range(30)]
+
+
+class Writer:
+    """A worker that logs the words of one job, one call each, when told to."""
+
+    def __init__(self, queue: Any, job: Any) -> None:
+        self.queue = queue
+        self.job = job
+        self.offset = job.offset
+
+    async def write(self, count: int) -> None:
+        for _ in range(count):
+            event = Event(
+                offset=self.offset,
+                token_ids=(self.offset,),
+                text=WORDS[self.offset % len(WORDS)],
+                attempt=self.job.attempt,
+            )
+            await self.queue.emit([Emission(self.job.id, self.job.attempt, self.offset, (event,))])
+            self.offset += 1
+
+    async def finish(self) -> None:
+        text = "".join(WORDS[n % len(WORDS)] for n in range(self.offset))
+        ids = tuple(range(self.offset))
+        choice = Choice(text=text, token_ids=ids, finish_reason="length")
+        assert await self.queue.finish(self.job, [], JobResult(choices=(choice,)))
+
+
+async def writer_for(lab: Any, **fields: Any) -> Writer:
+    queue = await lab.queue("w1")
+    await lab.submit(**fields)
+    (job,) = await queue.claim(1)
+    return Writer(queue, job)
+
+
+def check(events: list[Event], start: int = 0) -> str:
+    """Contiguous, each once, one end, at the end. Returns the text."""
+    offset = start
+    for event in events:
+        assert event.offset == offset
+        offset = event.end
+    assert [event.final for event in events] == [False] * (len(events) - 1) + [True]
+    return "".join(event.text for event in events)
+
+
+async def collect(stream: AsyncIterator[Event]) -> list[Event]:
+    return [event async for event in stream]
+
+
+async def started(stream: AsyncIterator[Event]) -> tuple[list[Event], asyncio.Task[None]]:
+    """A task that fills a list, after its first event has come."""
+    events: list[Event] = []
+    first = asyncio.Event()
+
+    async def fill() -> None:
+        async for event in stream:
+            events.append(event)
+            first.set()
+
+    task = asyncio.create_task(fill())
+    await first.wait()
+    return events, task
+
+
+async def test_a_subscriber_that_joins_at_any_moment_sees_the_whole_text(valkey_lab):
+    lab = valkey_lab
+    client = lab.client()
+    dice = random.Random(7)
+    for _ in range(20):
+        writer = await writer_for(lab)
+        moments = sorted(dice.randrange(31) for _ in range(10))
+        tasks = []
+        for written in range(31):
+            joining = moments.count(written)
+            tasks += [
+                asyncio.create_task(collect(client.job(writer.job.id).stream()))
+                for _ in range(joining)
+            ]
+            for _ in range(dice.randrange(4)):
+                await asyncio.sleep(0)
+            if written < 30:
+                await writer.write(1)
+        await writer.finish()
+        result = await client.job(writer.job.id).result()
+        for events in await asyncio.gather(*tasks):
+            assert check(events) == result.text
+
+
+async def test_a_stream_that_goes_on_from_an_offset_has_the_rest(valkey_lab):
+    writer = await writer_for(valkey_lab)
+    await writer.write(20)
+    await writer.finish()
+    client = valkey_lab.client()
+    for offset in range(21):
+        events = await collect(client.job(writer.job.id).stream(from_offset=offset))
+        assert check(events, offset) == "".join(WORDS[offset:20])
+
+
+async def test_an_offset_inside_an_event_gives_the_tokens_from_there(valkey_lab):
+    queue = await valkey_lab.queue()
+    job_id = await valkey_lab.submit()
+    (job,) = await queue.claim(1)
+    probs = ({1: -0.1}, {2: -0.2}, {3: -0.3})
+    event = Event(offset=0, token_ids=(1, 2, 3), text="abc", attempt=1, logprobs=probs)
+    await queue.finish(job, [event], JobResult(choices=(Choice(text="abc"),)))
+    first, _ = await collect(valkey_lab.client().job(job_id).stream(from_offset=2))
+    assert (first.offset, first.token_ids, first.logprobs) == (2, (3,), probs[2:])
+
+
+async def test_an_offset_beyond_the_end_brings_the_terminal_event(valkey_lab):
+    writer = await writer_for(valkey_lab)
+    await writer.write(3)
+    await writer.finish()
+    (event,) = await collect(valkey_lab.client().job(writer.job.id).stream(from_offset=100))
+    assert event.final
+
+
+async def test_a_negative_offset_is_refused(valkey_lab):
+    job = valkey_lab.client().job(await valkey_lab.submit())
+    with pytest.raises(InvalidJob, match="from_offset"):
+        await collect(job.stream(from_offset=-1))
+
+
+async def test_text_without_a_token_is_streamed_in_its_place(valkey_lab):
+    queue = await valkey_lab.queue()
+    job_id = await valkey_lab.submit()
+    (job,) = await queue.claim(1)
+    texts, task = await _live(valkey_lab, job_id)
+    for offset, ids, text in ((0, (1,), "a"), (1, (), "b"), (1, (), "c"), (1, (2,), "d")):
+        event = Event(offset=offset, token_ids=ids, text=text, attempt=1)
+        await queue.emit([Emission(job.id, 1, offset, (event,))])
+    await queue.finish(job, [], JobResult(choices=(Choice(text="abcd"),)))
+    await task
+    assert "".join(texts) == "abcd"
+
+
+async def test_a_client_uses_one_subscriber_connection_for_all_its_streams(valkey_lab):
+    client = valkey_lab.client()
+    queue = await valkey_lab.queue()
+    jobs = [client.job(await valkey_lab.submit()) for _ in range(50)]
+    tasks = [asyncio.create_task(collect(job.stream())) for job in jobs]
+    for claimed in await queue.claim(50):
+        writer = Writer(queue, claimed)
+        await writer.write(3)
+        await writer.finish()
+    for events in await asyncio.gather(*tasks):
+        assert check(events) == "".join(WORDS[:3])
+    assert client.link.reader.hub.num_lines == 1
+    assert await _subscribers(valkey_lab) == 0
+
+
+async def test_a_dropped_subscriber_connection_loses_and_repeats_nothing(valkey_lab):
+    writer = await writer_for(valkey_lab)
+    await writer.write(1)
+    events, task = await started(valkey_lab.client().job(writer.job.id).stream())
+    for _ in range(10):
+        await writer.write(1)
+        await valkey_lab.raw.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+        await writer.write(1)
+    await writer.finish()
+    await task
+    assert check(events) == "".join(WORDS[:21])
+
+
+async def test_messages_that_pub_sub_never_brought_are_read_from_the_log(valkey_lab):
+    """Deaf: subscribed, but no message arrives. The silence check finds what was logged."""
+    writer = await writer_for(valkey_lab)
+    await writer.write(1)
+    client = valkey_lab.client(silence_s=0.05)
+    events, task = await started(client.job(writer.job.id).stream())
+    line = next(iter(client.link.reader.hub._lines.values()))
+    line._hear = lambda reply: None
+    await writer.write(5)
+    await writer.finish()
+    await task
+    assert check(events) == "".join(WORDS[:6])
+
+
+async def test_a_gap_between_messages_is_filled_from_the_log(valkey_lab):
+    writer = await writer_for(valkey_lab)
+    await writer.write(1)
+    client = valkey_lab.client(silence_s=60.0)
+    events, task = await started(client.job(writer.job.id).stream())
+    line = next(iter(client.link.reader.hub._lines.values()))
+    hear, lost = line._hear, []
+
+    def lossy(reply: Any) -> None:
+        if reply[0] == b"message" and len(lost) < 3 and random.random() < 0.5:
+            lost.append(reply)
+        else:
+            hear(reply)
+
+    line._hear = lossy
+    await writer.write(20)
+    line._hear = hear
+    await writer.finish()
+    await task
+    assert check(events) == "".join(WORDS[:21])
+
+
+async def test_a_slow_subscriber_reads_the_log_instead_of_filling_memory(valkey_lab):
+    writer = await writer_for(valkey_lab)
+    await writer.write(1)
+    stream = valkey_lab.client().job(writer.job.id).stream()
+    events = [await anext(stream)]
+    queue, job = writer.queue, writer.job
+    total = MOST_WAITING + 50
+    batch = [Event(offset=1 + n, token_ids=(n,), text="x", attempt=1) for n in range(total)]
+    await queue.emit([Emission(job.id, 1, 1, tuple(batch))])
+    writer.offset = total + 1
+    await writer.finish()
+    events += await collect(stream)
+    assert check(events).count("x") == total
+
+
+async def test_a_stream_survives_a_server_that_dies_and_comes_back(own_lab):
+    writer = await writer_for(own_lab)
+    await writer.write(2)
+    events, task = await started(own_lab.client().job(writer.job.id).stream())
+    own_lab.server.kill()
+    own_lab.server.start()
+    await writer.write(5)
+    await writer.finish()
+    await task
+    assert check(events) == "".join(WORDS[:7])
+
+
+async def test_a_server_that_stays_away_interrupts_the_stream_at_its_offset(own_lab):
+    writer = await writer_for(own_lab)
+    await writer.write(4)
+    client = own_lab.client(connect_timeout_s=0.2, silence_s=0.1)
+    stream = client.job(writer.job.id).stream()
+    events = [await anext(stream) for _ in range(4)]
+    own_lab.server.kill()
+    with pytest.raises(StreamInterrupted) as caught:
+        await collect(stream)
+    assert caught.value.offset == events[-1].end == 4
+    assert caught.value.retryable
+    own_lab.server.start()
+    await writer.write(2)
+    await writer.finish()
+    rest = await collect(own_lab.client().job(writer.job.id).stream(from_offset=4))
+    assert check(events + rest) == "".join(WORDS[:6])
+
+
+async def test_a_job_that_redis_does_not_know_has_expired(valkey_lab):
+    job = valkey_lab.client().job(new_job_id(0))
+    for call in (job.result(), job.status(), job.cancel(), collect(job.stream())):
+        with pytest.raises(JobExpired):
+            await call
+
+
+async def test_a_job_that_vanishes_while_one_listens_has_expired(valkey_lab):
+    writer = await writer_for(valkey_lab)
+    await writer.write(1)
+    client = valkey_lab.client(silence_s=0.05)
+    _, task = await started(client.job(writer.job.id).stream())
+    keys = valkey_lab.keys
+    await valkey_lab.raw.delete(keys.job(writer.job.id), keys.events(writer.job.id))
+    with pytest.raises(JobExpired):
+        await task
+
+
+async def test_a_log_that_is_gone_has_expired_while_the_result_still_answers(valkey_lab):
+    writer = await writer_for(valkey_lab)
+    await writer.write(2)
+    await writer.finish()
+    job = valkey_lab.client().job(writer.job.id)
+    await valkey_lab.raw.delete(valkey_lab.keys.events(job.id))
+    with pytest.raises(JobExpired, match="log"):
+        await collect(job.stream())
+    assert (await job.result()).text == "".join(WORDS[:2])
+
+
+async def test_the_stream_goes_on_in_the_next_attempt_where_the_first_one_stopped(valkey_lab):
+    writer = await writer_for(valkey_lab)
+    await writer.write(3)
+    events, task = await started(valkey_lab.client().job(writer.job.id).stream())
+    await valkey_lab.expire_lease(writer.job)
+    other = await valkey_lab.queue("w2")
+    assert await other.reclaim() == 1
+    (job,) = await other.claim(1)
+    heir = Writer(other, job)
+    assert heir.offset == 3
+    await heir.write(3)
+    await heir.finish()
+    await task
+    assert check(events) == "".join(WORDS[:6])
+    assert [event.attempt for event in events] == [1, 1, 1, 2, 2, 2, 2]
+
+
+async def test_a_job_ends_with_its_last_subscriber_when_it_asked_for_that(valkey_lab):
+    writer = await writer_for(valkey_lab, on_disconnect="cancel")
+    await writer.write(1)
+    client, other = valkey_lab.client(), valkey_lab.client()
+    streams = [one.job(writer.job.id).stream() for one in (client, other)]
+    for stream in streams:
+        await anext(stream)
+    await streams[0].aclose()
+    assert not (await client.job(writer.job.id).status()).cancel_requested
+    await streams[1].aclose()
+    assert (await client.job(writer.job.id).status()).cancel_requested
+
+
+async def test_a_waiting_job_ends_with_its_subscriber_too(valkey_lab):
+    job = valkey_lab.client().job(await valkey_lab.submit(on_disconnect="cancel"))
+    task = asyncio.create_task(collect(job.stream()))
+
+    async def watched() -> bool:
+        return "watched" in await valkey_lab.fields(job.id)
+
+    await valkey_lab.until(watched)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert await valkey_lab.state(job.id) == "cancelled"
+
+
+async def test_a_subscriber_whose_connection_breaks_frees_the_slot_by_the_next_emits(valkey_lab):
+    writer = await writer_for(valkey_lab, on_disconnect="cancel")
+    await writer.write(1)
+    client = valkey_lab.client()
+    stream = client.job(writer.job.id).stream()
+    await anext(stream)
+    line = next(iter(client.link.reader.hub._lines.values()))
+    line._task.cancel()  # as if the process had died: nothing says goodbye
+    await asyncio.gather(line._task, return_exceptions=True)
+    cancelled: frozenset[str] = frozenset()
+    while not cancelled:
+        event = Event(offset=writer.offset, token_ids=(1,), text="x", attempt=1)
+        writer.offset += 1
+        outcome = await writer.queue.emit([Emission(writer.job.id, 1, event.offset, (event,))])
+        cancelled = outcome.cancelled
+        await asyncio.sleep(0.01)
+    assert cancelled == {writer.job.id}
+    await stream.aclose()
+
+
+async def test_a_job_nobody_has_listened_to_yet_is_not_taken_for_abandoned(valkey_lab):
+    writer = await writer_for(valkey_lab, on_disconnect="cancel")
+    await writer.write(5)
+    await writer.finish()
+    assert await valkey_lab.state(writer.job.id) == "finished"
+
+
+async def test_a_job_that_continues_does_so_when_its_subscriber_leaves(valkey_lab):
+    writer = await writer_for(valkey_lab)
+    await writer.write(1)
+    stream = valkey_lab.client().job(writer.job.id).stream()
+    await anext(stream)
+    await stream.aclose()
+    await writer.write(2)
+    await writer.finish()
+    assert (await valkey_lab.client().job(writer.job.id).result()).text == "".join(WORDS[:3])
+
+
+async def test_waiting_for_a_result_counts_as_no_subscriber(valkey_lab):
+    client = valkey_lab.client()
+    job = client.job(await valkey_lab.submit(on_disconnect="cancel"))
+    with pytest.raises(TimeoutError):
+        await job.result(timeout_s=0.01)
+    assert await valkey_lab.state(job.id) == "waiting"
+
+
+async def _live(lab: Any, job_id: str) -> tuple[list[str], asyncio.Task[None]]:
+    texts: list[str] = []
+
+    async def fill() -> None:
+        texts.extend([event.text async for event in lab.client().job(job_id).stream()])
+
+    task = asyncio.create_task(fill())
+
+    async def listening() -> bool:
+        return await _subscribers(lab) > 0
+
+    await lab.until(listening)
+    return texts, task
+
+
+async def _subscribers(lab: Any) -> int:
+    channels = await lab.raw.execute_command("PUBSUB", "CHANNELS", f"{lab.keys.prefix}:e:*")
+    return len(channels)
