@@ -159,3 +159,9 @@ async def own_lab(tmp_path: Path) -> AsyncIterator[Lab]:
         lab = Lab(server)
         yield lab
         await lab.aclose()
+
+
+@pytest.fixture
+def make_lab(valkey: EmbeddedServer) -> Callable[[], Lab]:
+    """For tests that run their own event loop and make many namespaces."""
+    return lambda: Lab(valkey)
