@@ -1,8 +1,8 @@
 """From a checkpoint's config.json to a ModelSpec: one short reader a `model_type`.
 
-Every field of config.json is either known to its family (defaults.py), known to leave a forward pass
-unchanged (neutral_fields.py), or off; any other is refused by name, so that no model runs with half
-of its arithmetic.
+Every field of config.json is known to its family (defaults.py), known to leave a forward pass as it
+is (neutral_fields.py), or off; any other is refused by name, so that no model runs with half of its
+arithmetic.
 """
 
 from collections.abc import Callable, Mapping

@@ -10,8 +10,8 @@ from tokenfleet.engine.model.defaults import DEFAULTS, REQUIRED
 from tokenfleet.engine.model.families import read_spec
 
 SIZES = {
-    "vocab_size": 512, "hidden_size": 288, "intermediate_size": 96, "num_hidden_layers": 9,
-    "num_attention_heads": 36, "max_position_embeddings": 512,
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 9,
+    "num_attention_heads": 32, "max_position_embeddings": 512,
 }  # fmt: skip
 FULL, SLIDING = "full_attention", "sliding_attention"
 # what the class replaces by a rule; the rule is compared through the layers of the spec
@@ -66,8 +66,17 @@ def test_layers_of_a_sparse_config_are_those_of_transformers(family, switches, t
     assert [layer.moe.num_experts if layer.moe else None for layer in spec.layers] == [experts] * 9
 
 
-@pytest.mark.parametrize("spelling", ROPES)
-@pytest.mark.parametrize("family", sorted(set(DEFAULTS) - {"phi3"}))
+@pytest.mark.parametrize(
+    ("family", "spelling"),
+    [
+        (family, spelling)
+        for family in DEFAULTS
+        for spelling in ROPES
+        if family != "phi3"  # knows only longrope: below
+        # transformers overlooks the older word in these two; here it means what it says
+        and not (family in ("gemma3_text", "olmo3") and spelling == "rope_scaling by type")
+    ],
+)
 def test_rope_parameters_mean_what_they_mean_to_transformers(family, spelling, tmp_path):
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
