@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from tokenfleet.producer import errors
-
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -36,22 +34,38 @@ class Output(StrEnum):
 OutputOption = Annotated[
     Output, typer.Option("--output", "-o", help="text for people, json for programs.")
 ]
+
+
+def _checked_url(url: str) -> str:
+    if not url.startswith(("redis://", "rediss://", "unix://")):
+        raise typer.BadParameter(f"must begin with redis://, rediss:// or unix://, got {url!r}")
+    return url
+
+
 RedisUrl = Annotated[
     str,
-    typer.Option(envvar="TOKENFLEET_REDIS_URL", help="redis://, rediss:// or unix://."),
+    typer.Option(
+        envvar="TOKENFLEET_REDIS_URL",
+        help="redis://, rediss:// or unix://.",
+        callback=_checked_url,
+    ),
 ]
 Namespace = Annotated[
     str, typer.Option(envvar="TOKENFLEET_NAMESPACE", help="The fleet's prefix of all keys.")
 ]
 DEFAULT_URL = "redis://localhost:6379/0"
 DEFAULT_NAMESPACE = "tokenfleet"
+CONNECT_TIMEOUT_S = 3.0
+"""How long a command tries to reach Redis."""
 
 
 def run(work: Coroutine[Any, Any, int], output: Output) -> NoReturn:
     """Run a command to its end and exit with its code; a typed error is a sentence and a code."""
+    from tokenfleet.producer.errors import TokenfleetError
+
     try:
         code = asyncio.run(work)
-    except errors.TokenfleetError as error:
+    except TokenfleetError as error:
         fail(error, output)
     except TimeoutError as error:
         say_error("timeout", str(error) or "the time was up", output)
@@ -72,6 +86,8 @@ def fail(error: Exception, output: Output) -> NoReturn:
 
 def code_of(error: Exception) -> int:
     """The exit code of a typed error."""
+    from tokenfleet.producer import errors
+
     if isinstance(error, TimeoutError):
         return TIMED_OUT
     if isinstance(error, errors.BrokerUnavailable | errors.BrokerUnsupported):

@@ -96,7 +96,12 @@ def submit(
         from tokenfleet.producer import AsyncClient, SamplingParams
 
         asked["sampling"] = SamplingParams(**sampling)
-        async with AsyncClient(redis_url, namespace=namespace, tenant=tenant) as client:
+        async with AsyncClient(
+            redis_url,
+            namespace=namespace,
+            tenant=tenant,
+            connect_timeout_s=base.CONNECT_TIMEOUT_S,
+        ) as client:
             job = await client.submit(**asked)
             if not stream and not wait:
                 return _print_id(job, output)
@@ -173,7 +178,9 @@ def cancel(
 async def _with_client(work: Any, redis_url: str, namespace: str) -> int:
     from tokenfleet.producer import AsyncClient
 
-    async with AsyncClient(redis_url, namespace=namespace) as client:
+    async with AsyncClient(
+        redis_url, namespace=namespace, connect_timeout_s=base.CONNECT_TIMEOUT_S
+    ) as client:
         code: int = await work(client)
         return code
 

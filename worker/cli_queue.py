@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from tokenfleet.producer.protocol import JobRequest
     from tokenfleet.worker.admin import Admin
 
-CONNECT_TIMEOUT_S = 5.0
 DEAD_COLUMNS = ("job_id", "died", "model", "attempt", "failures", "error_code", "error_message")
 
 DeadId = Annotated[str, typer.Argument(help="Job id, from `dead list`.", show_default=False)]
@@ -157,7 +156,9 @@ async def _with_connection(
 ) -> int:
     from tokenfleet.producer.connection import Connection
 
-    connection = Connection(redis_url, namespace=namespace, connect_timeout_s=CONNECT_TIMEOUT_S)
+    connection = Connection(
+        redis_url, namespace=namespace, connect_timeout_s=base.CONNECT_TIMEOUT_S
+    )
     try:
         return await work(connection)
     finally:

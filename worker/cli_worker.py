@@ -54,6 +54,8 @@ def worker(
 
     if config is not None:
         os.environ["TOKENFLEET_CONFIG"] = str(config)
+    for name in unknown_variables():
+        base.note(f"warning: this is no setting of tokenfleet: {name}")
     server: EmbeddedServer | None = None
     try:
         if embedded:
@@ -62,8 +64,6 @@ def worker(
     except SettingsError as error:
         base.say_error("SettingsError", str(error), Output.TEXT)
         raise typer.Exit(base.BAD_INPUT) from None
-    for name in unknown_variables():
-        base.note(f"warning: {name} is no setting of tokenfleet")
     try:
         raise typer.Exit(_serve(settings, log_format))
     finally:

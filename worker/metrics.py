@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from opentelemetry.metrics import CallbackOptions, Counter, Meter, Observation
+
 from tokenfleet.engine.stats import StepStats
 from tokenfleet.producer import semconv
 

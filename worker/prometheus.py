@@ -27,6 +27,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
+
 from tokenfleet.producer import semconv
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
