@@ -79,6 +79,7 @@ class EngineHandle:
         self._writer: asyncio.StreamWriter
         self._buffer = frames.FrameBuffer()
         self._crash: str | None = None
+        self._listens = False
         self.last_heard = time.monotonic()
         """When the child last said anything; only it moves this."""
         self.stepped = False
@@ -145,12 +146,11 @@ class EngineHandle:
         return f"exit code {code}"
 
     async def stop(self, timeout_s: float = 5.0) -> None:
-        """End the child politely, then surely."""
-        if self._process is None:
-            return
-        self._send(frames.STOP)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), timeout_s)
+        """End the child: politely where it listens, and in any case."""
+        if self._process is not None and self._listens:
+            self._send(frames.STOP)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), timeout_s)
         await self.kill()
 
     async def kill(self) -> int:
@@ -178,6 +178,7 @@ class EngineHandle:
     async def _ready(self) -> EngineInfo:
         for frame in await self._read_frames():
             if frame[0] == frames.READY:
+                self._listens = True
                 self.last_heard = time.monotonic()
                 return EngineInfo(**frame[1])
             if frame[0] == frames.BROKEN:

@@ -1,7 +1,7 @@
 """Whole workers as processes, a real server, the real client.
 
-`fleet` runs workers whose engine repeats the prompt at a fixed pace (they start in a second and their
-output is known without asking anyone); `model_fleet` runs a tiny random Llama.
+`fleet` runs workers whose engine repeats the prompt at a fixed pace: they start in a second, and
+their output is known without asking anyone. `model_fleet` runs a tiny random Llama.
 """
 
 from __future__ import annotations
@@ -159,6 +159,11 @@ def alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
+def maps(pid: int) -> str:
+    """The files that a process has mapped."""
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
 def repeated(prompt: str, max_tokens: int) -> str:
     """What the simulated engine answers: its tokens are bytes."""
     return (prompt * (max_tokens // len(prompt) + 1))[:max_tokens]
@@ -169,7 +174,9 @@ def tools() -> Any:
     """The helpers above, as attributes."""
     from types import SimpleNamespace
 
-    return SimpleNamespace(engine_pid=engine_pid, alive=alive, repeated=repeated, long=LONG)
+    return SimpleNamespace(
+        engine_pid=engine_pid, alive=alive, maps=maps, repeated=repeated, long=LONG
+    )
 
 
 @pytest.fixture
@@ -210,20 +217,48 @@ def byte_tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer_path: Path) -> Path:
-    """Two layers of random weights; ids are bytes."""
+    """Two layers of random weights; ids are bytes. Written without torch, which takes seconds."""
     import shutil
 
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import numpy as np
+    from safetensors.numpy import save_file
 
     path = tmp_path_factory.mktemp("llama")
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=259, hidden_size=96, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=6, num_key_value_heads=3, max_position_embeddings=1024,
-        bos_token_id=256, eos_token_id=257, pad_token_id=258,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(path)
+    hidden, inner, heads, kv_heads, size, vocab, layers = 96, 128, 6, 3, 16, 259, 2
+    shapes = {
+        "self_attn.q_proj": (heads * size, hidden),
+        "self_attn.k_proj": (kv_heads * size, hidden),
+        "self_attn.v_proj": (kv_heads * size, hidden),
+        "self_attn.o_proj": (hidden, heads * size),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    noise = np.random.default_rng(7)
+
+    def random_weight(*shape: int) -> Any:
+        return (noise.standard_normal(shape) * shape[-1] ** -0.5).astype(np.float32)
+
+    weights = {
+        "model.embed_tokens.weight": noise.standard_normal((vocab, hidden)).astype(np.float32),
+        "lm_head.weight": random_weight(vocab, hidden),
+        "model.norm.weight": np.ones(hidden, np.float32),
+    }
+    for layer in range(layers):
+        for name, shape in shapes.items():
+            weights[f"model.layers.{layer}.{name}.weight"] = random_weight(*shape)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"model.layers.{layer}.{name}.weight"] = np.ones(hidden, np.float32)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": size,
+        "vocab_size": vocab, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "float32",
+        "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258,
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
     shutil.copy(byte_tokenizer_path / "tokenizer.json", path)
     return path
 

@@ -1,0 +1,162 @@
+"""One job's tokens on their way to the log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenfleet.engine.request import CoreEvent, EngineRequest
+from tokenfleet.engine.sampling_params import SamplingParams
+from tokenfleet.engine.text import TextDelta
+from tokenfleet.producer import protocol
+from tokenfleet.producer.protocol import Event, JobRequest
+from tokenfleet.worker.jobs import MOVES, Ending, Job, Stage
+from tokenfleet.worker.queue import ClaimedJob
+
+CLAIMED = ClaimedJob(
+    id="01a229b5-2b7c-78d9-9279-9720b0a05fc7.0",
+    attempt=1,
+    request=JobRequest(model="m", prompt="x"),
+    offset=0,
+    logged=(),
+    failures=0,
+    priority="default",
+    deadline_ms=None,
+    submitted_ms=1_000,
+    claimed_ms=1_500,
+)
+
+
+class Letters:
+    """Ids are letters; `hold` of them wait inside, as before a possible stop string."""
+
+    def __init__(self, hold: int = 0) -> None:
+        self._hold = hold
+        self._held = ""
+
+    def push(self, token_ids: Sequence[int], *, ended: bool) -> TextDelta:
+        self._held += "".join(map(chr, token_ids))
+        cut = len(self._held) if ended else max(0, len(self._held) - self._hold)
+        text, self._held = self._held[:cut], self._held[cut:]
+        return TextDelta(text, None, len(token_ids))
+
+
+def running(claimed: ClaimedJob = CLAIMED, *, n: int = 1, hold: int = 0) -> Job:
+    job = Job(claimed, now=100.0)
+    params = SamplingParams(n=n, max_tokens=1000)
+    job.prepared(EngineRequest(job.engine_id, [1], params), [Letters(hold) for _ in range(n)])
+    job.move(Stage.RUNNING)
+    return job
+
+
+def say(job: Job, text: str, reason: str | None = None, choice: int = 0) -> None:
+    job.apply(CoreEvent(job.engine_id, choice, list(map(ord, text)), reason))
+
+
+steps = st.lists(
+    st.tuples(
+        st.integers(0, 2), st.text("abcdef", min_size=1, max_size=3), st.sampled_from("-tax")
+    ),
+    max_size=40,
+)
+
+
+@given(steps, st.integers(0, 4))
+def test_events_follow_each_other_and_hold_every_token_once(
+    plan: list[tuple[int, str, str]], hold: int
+) -> None:
+    """t: a flush arrives; x: its reply is lost; a: a claim elsewhere takes over from the log."""
+    claimed = replace(CLAIMED, request=JobRequest(model="m", prompt="x"))
+    job = running(claimed, n=3, hold=hold)
+    log: list[Event] = []
+    said = ["", "", ""]
+    for choice, text, fate in plan:
+        say(job, text, choice=choice)
+        said[choice] += text
+        if fate == "-":
+            continue
+        known = len(log)
+        sent = job.take()
+        log += [e for e in sent if e.end > sum(len(x.token_ids) for x in log)]
+        if fate != "x":
+            job.arrived()
+            assert known + len(sent) >= len(log)
+        if fate == "a":
+            offset = sum(len(e.token_ids) for e in log)
+            attempt = job.claimed.attempt + 1
+            job = running(
+                replace(claimed, attempt=attempt, offset=offset, logged=tuple(log)), n=3, hold=hold
+            )
+    for choice in range(3):
+        say(job, "!", "length", choice)
+        said[choice] += "!"
+    assert job.ending == Ending("finished")
+    start = sum(len(e.token_ids) for e in log)
+    log += [e for e in job.take() if e.end > start]
+    offset = 0
+    for event in log:
+        assert event.offset == offset
+        offset = event.end
+    for choice, whole in enumerate(said):
+        mine = [e for e in log if e.choice == choice]
+        assert "".join(e.text for e in mine) == whole
+        assert "".join(chr(t) for e in mine for t in e.token_ids) == whole
+        assert job.result().choices[choice].text == whole
+        assert job.result().choices[choice].finish_reason == "length"
+
+
+def test_events_once_handed_out_keep_their_boundaries() -> None:
+    job = running()
+    say(job, "ab")
+    (first,) = job.take()
+    say(job, "cd")
+    assert job.take()[0] == first
+    assert [(e.offset, e.text) for e in job.take()] == [(0, "ab"), (2, "cd")]
+
+
+def test_the_first_ending_stands_and_late_tokens_are_ignored() -> None:
+    job = running()
+    say(job, "a")
+    job.end(Ending("cancelled"))
+    job.end(Ending("expired"))
+    say(job, "b")
+    assert job.ending == Ending("cancelled")
+    assert [e.text for e in job.take()] == ["a"]
+
+
+@pytest.mark.parametrize("stage", list(Stage))
+@pytest.mark.parametrize("to", list(Stage))
+def test_stages_move_along_the_table_only(stage: Stage, to: Stage) -> None:
+    job = Job(CLAIMED)
+    job.stage = stage
+    if to in MOVES[stage]:
+        job.move(to)
+        assert job.stage is to
+    else:
+        with pytest.raises(RuntimeError, match=f"from {stage} to {to}"):
+            job.move(to)
+
+
+def test_times_are_counted_from_submission_by_the_servers_clock() -> None:
+    job = running(replace(CLAIMED, deadline_ms=4_500))
+    assert job.deadline_at == 103.0
+    job.first_token_at = 101.0
+    timings = job.result(now=102.0).timings
+    assert timings == protocol.Timings(queue_s=0.5, first_token_s=1.5, total_s=2.5)
+
+
+def test_logprobs_and_prompt_logprobs_travel_with_their_tokens() -> None:
+    job = running()
+    job.apply(CoreEvent(job.engine_id, 0, [97], None, [{97: -0.1}], [None, {120: -2.0}]))
+    job.apply(CoreEvent(job.engine_id, 0, [98], "length", [{98: -0.2, 99: -1.7}]))
+    (event,) = job.take()
+    assert event.logprobs == ({97: -0.1}, {98: -0.2, 99: -1.7})
+    assert event.prompt_logprobs == (None, {120: -2.0})
+    result = job.result()
+    assert result.logprobs == event.logprobs
+    assert result.prompt_logprobs == event.prompt_logprobs
+    assert Event.unpack(event.pack()) == event
