@@ -16,37 +16,13 @@ from tokenfleet.worker.settings import (
     unknown_variables,
 )
 
-PUBLIC = frozenset(
-    [
-        "redis_url",
-        "namespace",
-        "model",
-        "model_name",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "max_model_len",
-        "block_size",
-        "num_blocks",
-        "prefix_cache",
-        "gpu_memory_fraction",
-        "enforce_eager",
-        "dtype",
-        "device",
-        "quantization",
-        "lease_s",
-        "grace_s",
-        "flush_interval_ms",
-        "prefetch",
-        "max_failures",
-        "result_ttl_s",
-        "log_ttl_s",
-        "health_host",
-        "health_port",
-        "otlp_endpoint",
-        "otlp_protocol",
-        "log_level",
-    ]
-)
+PUBLIC = {
+    "redis_url", "namespace", "model", "model_name", "max_num_seqs", "max_num_batched_tokens",
+    "max_model_len", "block_size", "num_blocks", "prefix_cache", "gpu_memory_fraction",
+    "enforce_eager", "dtype", "device", "quantization", "lease_s", "grace_s", "flush_interval_ms",
+    "prefetch", "max_failures", "result_ttl_s", "log_ttl_s", "health_host", "health_port",
+    "otlp_endpoint", "otlp_protocol", "log_level",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +91,7 @@ def test_an_unknown_name_in_the_file_is_refused_with_the_nearest_one(
     file = tmp_path / "worker.toml"
     file.write_text('model = "/m"\nmax_num_seq = 4\n')
     monkeypatch.setenv("TOKENFLEET_CONFIG", str(file))
-    with pytest.raises(SettingsError, match="max_num_seq is no .* mean max_num_seqs"):
+    with pytest.raises(SettingsError, match=r"max_num_seq is no .* mean max_num_seqs"):
         load_settings()
 
 
