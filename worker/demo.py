@@ -98,6 +98,11 @@ class Watched:
                 self.faults.append(f"ended without finishing: {why}")
 
 
+def exit_code(jobs: Sequence[Watched]) -> int:
+    """0 when every stream was whole and equals its result, 1 otherwise."""
+    return 1 if any(job.faults or job.ended_at is None for job in jobs) else 0
+
+
 @dataclass(frozen=True, slots=True)
 class DemoConfig:
     """What the demo runs with."""
@@ -123,10 +128,10 @@ class Demo:
         self._workers: dict[str, WorkerProcess] = {}
 
     async def run(self) -> int:
-        """0 when every stream equals its result, 1 otherwise."""
+        """The exit code; every process that was started has ended by then."""
         async with AsyncExitStack() as stack:
             await self._run_in(stack)
-        return 1 if any(job.faults for job in self._jobs) else 0
+        return exit_code(self._jobs)
 
     async def _run_in(self, stack: AsyncExitStack) -> None:
         from tokenfleet.producer import AsyncClient
