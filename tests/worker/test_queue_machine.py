@@ -129,8 +129,8 @@ class QueueMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), count=st.integers(1, 3), lost_reply=st.booleans())
-    def emit(self, data: Any, count: int, lost_reply: bool) -> None:
-        held = self.pick(data)
+    def emit(self, data: Any, count: int, lost_reply: bool, held: Held | None = None) -> None:
+        held = held or self.pick(data)
         events = tuple(self.event(held, held.offset + n) for n in range(count))
         emission = Emission(held.job.id, held.job.attempt, held.offset, events)
         queue = self.queues[held.worker]
@@ -148,8 +148,8 @@ class QueueMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), state=st.sampled_from(["finished", "failed", "cancelled"]))
-    def finish(self, data: Any, state: str) -> None:
-        held = self.pick(data)
+    def finish(self, data: Any, state: str, held: Held | None = None) -> None:
+        held = held or self.pick(data)
         current = self.is_current(held)
         event = self.event(held, held.offset)
         error = EventError("c", "m") if state == "failed" else None
@@ -187,9 +187,10 @@ class QueueMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(self.is_current(held) for held in self.held))
     @rule(data=st.data(), reaper=st.sampled_from(WORKERS))
-    def lease_ends(self, data: Any, reaper: str) -> None:
+    def lease_ends(self, data: Any, reaper: str, held: Held | None = None) -> None:
         """A worker goes silent past its lease; it stays as a zombie that may speak again."""
-        held = data.draw(st.sampled_from([one for one in self.held if self.is_current(one)]))
+        current = [one for one in self.held if self.is_current(one)]
+        held = held or data.draw(st.sampled_from(current))
         job = self.jobs[held.job.id]
         self.do(self.lab.expire_lease(held.job))
         assert self.do(self.queues[reaper].reclaim()) == 1
@@ -197,6 +198,18 @@ class QueueMachine(RuleBasedStateMachine):
         assert state in (State.WAITING, State.FAILED, State.CANCELLED)
         assert (state is State.CANCELLED) is job.cancelled
         job.state = state
+
+    @precondition(lambda self: any(self.is_current(held) for held in self.held))
+    @rule(data=st.data(), heir=st.sampled_from(WORKERS), word=st.sampled_from(["emit", "finish"]))
+    def zombie_speaks(self, data: Any, heir: str, word: str) -> None:
+        """A lease ends, another worker (or the same) takes over, and the first one speaks again."""
+        zombie = data.draw(st.sampled_from([one for one in self.held if self.is_current(one)]))
+        self.lease_ends(data, heir, zombie)
+        self.claim(heir, 50)
+        if word == "emit":
+            self.emit(data, count=1, lost_reply=False, held=zombie)
+        else:
+            self.finish(data, state="finished", held=zombie)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -269,8 +282,8 @@ def test_any_order_of_moves_keeps_what_must_hold(make_lab):
         run_state_machine_as_test(
             Machine,
             settings=settings(
-                max_examples=40,
-                stateful_step_count=30,
+                max_examples=30,
+                stateful_step_count=25,
                 deadline=None,
                 suppress_health_check=list(HealthCheck),
             ),
