@@ -13,10 +13,10 @@ from typing import Protocol
 
 import structlog
 
-from tokenfleet.engine.request import CoreEvent, EngineRequest
+from tokenfleet.engine.request import EngineRequest
 from tokenfleet.producer.protocol import EventError, JobResult
 from tokenfleet.worker.broker import BROKER_ERRORS, Broker
-from tokenfleet.worker.engine_process import Batch
+from tokenfleet.worker.engine_process import Batch, StepEvent
 from tokenfleet.worker.jobs import Ending, Job, Stage
 from tokenfleet.worker.prepare import BadJob, Preparer
 from tokenfleet.worker.publisher import Publisher
@@ -128,16 +128,16 @@ class Dispatcher:
                 freed = True
         if batch.stats is not None:
             self._telemetry.step(batch.stats)
-            for engine_id in batch.stats.preempted_ids:
-                if job := self._roster.by_engine_id(engine_id):
-                    self._telemetry.preempted(job.claimed)
+        for engine_id in batch.preempted:
+            if job := self._roster.by_engine_id(engine_id):
+                self._telemetry.preempted(job.claimed)
         if freed:
             self.launch()
             self._roster.touch()
         busy = any(job.stage is Stage.RUNNING for job in self._roster)
         self.working_since = self._clock() if busy else None
 
-    def _heard_event(self, event: CoreEvent) -> bool:
+    def _heard_event(self, event: StepEvent) -> bool:
         """Returns whether a slot may have come free or a suspect is cleared."""
         job = self._roster.by_engine_id(event.id)
         if job is None or job.stage is not Stage.RUNNING:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from tokenfleet.engine.config import EngineConfig
 from tokenfleet.engine.errors import CheckpointError, ConfigError, EngineError, UnsupportedModel
-from tokenfleet.engine.request import CoreEvent, EngineRequest
+from tokenfleet.engine.request import EngineRequest
 from tokenfleet.engine.stats import StepStats
 from tokenfleet.worker import frames
 
@@ -34,6 +34,18 @@ class EngineStartFailed(EngineError):
 _START_ERRORS: dict[str, type[EngineError]] = {
     e.__name__: e for e in (CheckpointError, ConfigError, UnsupportedModel)
 }
+
+
+class StepEvent(NamedTuple):
+    """A CoreEvent as it comes out of a frame; made thousands of times a second."""
+
+    id: str
+    choice: int
+    token_ids: list[int]
+    finish_reason: str | None = None
+    logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    error: str | None = None
 
 
 class Refusal(NamedTuple):
@@ -58,9 +70,12 @@ class EngineInfo:
 class Batch:
     """Everything the engine said since the last one, oldest first."""
 
-    events: list[CoreEvent]
+    events: list[StepEvent]
     refusals: list[Refusal]
     stats: StepStats | None
+    """Of the last step among them."""
+    preempted: list[str]
+    """Requests that lost their blocks in any of them."""
 
 
 class EngineHandle:
@@ -201,13 +216,14 @@ class EngineHandle:
         return found
 
     def _as_batch(self, found: list[frames.Frame]) -> Batch:
-        batch = Batch([], [], None)
+        batch = Batch([], [], None, [])
         for frame in found:
             kind = frame[0]
             if kind == frames.STEP:
                 self.stepped = True
-                batch.events += [CoreEvent(*event) for event in frame[1]]
+                batch.events += map(StepEvent._make, frame[1])
                 batch.stats = frames.unpack_stats(frame[2])
+                batch.preempted += batch.stats.preempted_ids
             elif kind == frames.REFUSED:
                 batch.refusals.append(Refusal(*frame[1:]))
             elif kind == frames.CRASHED:

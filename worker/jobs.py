@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
-from tokenfleet.engine.request import CoreEvent, EngineRequest
+from tokenfleet.engine.request import EngineRequest
 from tokenfleet.producer.protocol import Choice, Event, EventError, JobResult, Timings, Usage
+from tokenfleet.worker.engine_process import StepEvent
 from tokenfleet.worker.queue import ClaimedJob
 
 ABORTED = ("cancelled", "expired", "error")
@@ -142,6 +143,9 @@ class Job:
 
     def __init__(self, claimed: ClaimedJob, now: float | None = None) -> None:
         self.claimed = claimed
+        self.id = claimed.id
+        self.engine_id = f"{claimed.id}/{claimed.attempt}"
+        """The attempt is part of it: a job claimed again never meets its old self."""
         self.claimed_at = time.monotonic() if now is None else now
         self.lease_until = 0.0
         """Monotonic; set by whoever renews."""
@@ -161,15 +165,6 @@ class Job:
         self._prompt_logprobs: tuple[Any, ...] | None = next(
             (e.prompt_logprobs for e in claimed.logged if e.prompt_logprobs is not None), None
         )
-
-    @property
-    def id(self) -> str:
-        return self.claimed.id
-
-    @property
-    def engine_id(self) -> str:
-        """The attempt is part of it: a job claimed again never meets its old self."""
-        return f"{self.claimed.id}/{self.claimed.attempt}"
 
     @property
     def deadline_at(self) -> float | None:
@@ -215,7 +210,7 @@ class Job:
         self.move(Stage.READY)
         self._end_if_done()
 
-    def apply(self, event: CoreEvent) -> bool:
+    def apply(self, event: StepEvent) -> bool:
         """Take new tokens of one choice.
 
         Returns: True when a stop text ended the choice, which the engine does not know yet.
@@ -234,13 +229,13 @@ class Job:
             self._prompt_logprobs = draft.prompt_logprobs = tuple(event.prompt_logprobs)
         if count and self.first_token_at is None:
             self.first_token_at = time.monotonic()
+        if event.error is not None:
+            self.end(Ending("failed", EventError("engine_error", event.error)))
         reason = "stop" if stop is not None else event.finish_reason
         if reason is not None:
             choice.finish_reason = draft.finish_reason = reason
             choice.stop = draft.stop = self._what_stopped(choice, stop, reason)
-        if event.error is not None:
-            self.end(Ending("failed", EventError("engine_error", event.error)))
-        self._end_if_done()
+            self._end_if_done()
         return stop is not None and event.finish_reason is None
 
     def end(self, ending: Ending) -> None:

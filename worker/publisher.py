@@ -69,7 +69,8 @@ class Publisher:
     def touch(self, job: Job, *, urgent: bool = False) -> None:
         """The job has something to publish; `urgent`: do not wait for the interval."""
         self._dirty[job.engine_id] = job
-        self._some.set()
+        if not self._some.is_set():
+            self._some.set()
         if urgent or job.ending is not None:
             self._urgent.set()
 

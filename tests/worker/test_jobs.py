@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenfleet.engine.request import CoreEvent, EngineRequest
+from tokenfleet.engine.request import EngineRequest
 from tokenfleet.engine.sampling_params import SamplingParams
 from tokenfleet.engine.text import TextDelta
 from tokenfleet.producer import protocol
 from tokenfleet.producer.protocol import Event, JobRequest
+from tokenfleet.worker.engine_process import StepEvent
 from tokenfleet.worker.jobs import MOVES, Ending, Job, Stage
 from tokenfleet.worker.queue import ClaimedJob
 
@@ -54,7 +55,7 @@ def running(claimed: ClaimedJob = CLAIMED, *, n: int = 1, hold: int = 0) -> Job:
 
 
 def say(job: Job, text: str, reason: str | None = None, choice: int = 0) -> None:
-    job.apply(CoreEvent(job.engine_id, choice, list(map(ord, text)), reason))
+    job.apply(StepEvent(job.engine_id, choice, list(map(ord, text)), reason))
 
 
 steps = st.lists(
@@ -151,8 +152,8 @@ def test_times_are_counted_from_submission_by_the_servers_clock() -> None:
 
 def test_logprobs_and_prompt_logprobs_travel_with_their_tokens() -> None:
     job = running()
-    job.apply(CoreEvent(job.engine_id, 0, [97], None, [{97: -0.1}], [None, {120: -2.0}]))
-    job.apply(CoreEvent(job.engine_id, 0, [98], "length", [{98: -0.2, 99: -1.7}]))
+    job.apply(StepEvent(job.engine_id, 0, [97], None, [{97: -0.1}], [None, {120: -2.0}]))
+    job.apply(StepEvent(job.engine_id, 0, [98], "length", [{98: -0.2, 99: -1.7}]))
     (event,) = job.take()
     assert event.logprobs == ({97: -0.1}, {98: -0.2, 99: -1.7})
     assert event.prompt_logprobs == (None, {120: -2.0})

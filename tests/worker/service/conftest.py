@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from tokenfleet.engine.request import CoreEvent, EngineRequest
+from tokenfleet.engine.request import EngineRequest
 from tokenfleet.engine.stats import StepStats
 from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.embedded import EmbeddedServer
 from tokenfleet.producer.protocol import Event, JobRequest, JobResult, SamplingParams
 from tokenfleet.producer.submission import Submission
-from tokenfleet.worker.engine_process import Batch, EngineInfo, Refusal
+from tokenfleet.worker.engine_process import Batch, EngineInfo, Refusal, StepEvent
 from tokenfleet.worker.queue import JobQueue
 from tokenfleet.worker.service import WorkerService
 from tokenfleet.worker.settings import load_settings
@@ -68,14 +68,14 @@ class ScriptedEngine:
     ) -> None:
         """One step that made the bytes of `text` for one job."""
         tokens = list(text.encode())
-        event = CoreEvent(self.requests[job_id].id, choice, tokens, reason, error=error)
+        event = StepEvent(self.requests[job_id].id, choice, tokens, reason, error=error)
         self.stepped = True
         self.last_heard = time.monotonic()
-        self._said.put_nowait(Batch([event], [], StepStats()))
+        self._said.put_nowait(Batch([event], [], StepStats(), []))
 
     def refuse(self, job_id: str, code: str, message: str) -> None:
         refusal = Refusal(self.requests[job_id].id, code, message)
-        self._said.put_nowait(Batch([], [refusal], None))
+        self._said.put_nowait(Batch([], [refusal], None, []))
 
     def die(self, cause: str = "killed by SIGKILL") -> None:
         self._cause = cause
