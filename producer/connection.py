@@ -92,6 +92,8 @@ class Connection:
         """Redis is there and new enough. Raises BrokerUnavailable, BrokerUnsupported."""
         client = self.client
         if not self._checked:
+            if self.cluster:
+                await client.initialize()
             reply = await self.execute("HELLO", **self._any_node())
             _check_version(_pairs(reply))
             self._checked = client is self._client
@@ -143,7 +145,7 @@ class Connection:
             await client.aclose(close_connection_pool=True)
 
     def _any_node(self) -> dict[str, Any]:
-        return {"target_nodes": aio.RedisCluster.RANDOM} if self.cluster else {}
+        return {"target_nodes": self.client.get_random_node()} if self.cluster else {}
 
     async def _persist(self, once: Any, patience_s: float) -> Any:
         give_up = time.monotonic() + patience_s

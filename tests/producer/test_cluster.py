@@ -1,0 +1,163 @@
+"""The whole life of jobs on three cluster masters: every script stays in one slot."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio as aio
+
+from tokenfleet.producer.client import AsyncClient
+from tokenfleet.producer.embedded import EmbeddedServer
+from tokenfleet.producer.protocol import Choice, Event, JobResult
+from tokenfleet.worker.queue import Emission, JobQueue
+
+SLOTS = 16384
+RESULT = JobResult(choices=(Choice(text="ab", token_ids=(1, 2), finish_reason="length"),))
+
+
+@pytest.fixture(scope="module")
+def masters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EmbeddedServer]]:
+    """Three servers that know each other, with a third of the slots each."""
+    with ExitStack() as stack:
+        servers = []
+        for number in range(3):
+            folder: Path = tmp_path_factory.mktemp(f"master{number}")
+            options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "5000"]
+            options += ["--cluster-port", str(_free_port())]
+            server = EmbeddedServer(binary=None, options=[*options, "--dir", str(folder)])
+            servers.append(stack.enter_context(server))
+        _join(servers)
+        yield servers
+
+
+@pytest.fixture
+async def cluster(masters: list[EmbeddedServer]) -> AsyncIterator[aio.RedisCluster]:
+    client = aio.RedisCluster(host="127.0.0.1", port=masters[0].port)
+    await client.initialize()
+    yield client
+    await client.aclose()
+
+
+async def test_the_life_of_many_jobs_over_all_partitions(cluster):
+    async with AsyncClient(cluster, namespace="life") as client:
+        queue = JobQueue(cluster, namespace="life", model_name="m", worker_id="w1", lease_s=30.0)
+        other = JobQueue(cluster, namespace="life", model_name="m", worker_id="w2", lease_s=30.0)
+        await queue.ensure()
+        await queue.heartbeat({"slots": 64})
+        jobs = await client.submit_many([{"model": "m", "prompt": "x"}] * 48)
+        assert len({job.id.rpartition(".")[2] for job in jobs}) == 16
+        streams = [asyncio.create_task(_collect(job)) for job in jobs]
+        claimed = await _claim_all(queue, 48)
+        assert {job.id for job in claimed} == {job.id for job in jobs}
+        assert (await jobs[0].status()).served
+
+        outcome = await queue.emit([_emission(job, 0) for job in claimed])
+        assert (outcome.fenced, outcome.behind) == (frozenset(), frozenset())
+        assert await queue.renew(claimed) == frozenset()
+
+        released, failed, phantoms, finished = (claimed[n : n + 12] for n in range(0, 48, 12))
+        assert len(await queue.release(released, "test")) == 12
+        for job in failed:
+            assert await queue.fail(job, "c", "m", retryable=False) == "failed"
+        known = [job.id for job in finished]
+        assert await queue.release_phantoms(known) == {job.id for job in phantoms}
+        assert await queue.reclaim() == 0
+        for job in finished + await _claim_all(other, 24):
+            holder = queue if job in finished else other
+            await holder.emit([_emission(job, 1)])
+            assert await holder.finish(job, [], RESULT)
+
+        for job, events in zip(jobs, await asyncio.gather(*streams)):
+            expected = [1, 1] if job.id in {one.id for one in failed} else [1, 2, 2]
+            assert [event.end for event in events] == expected
+            assert [event.final for event in events][-1]
+        assert client.link.reader.hub.num_lines <= 3
+        assert sum((await queue.backlog()).values()) == 0
+        await queue.leave()
+        for one in (queue, other):
+            await one.aclose()
+
+
+async def test_an_idempotency_key_finds_its_job_on_a_cluster(cluster):
+    async with AsyncClient(cluster, namespace="idem") as client:
+        asked: dict[str, Any] = {"model": "m", "prompt": "x"}
+        first = [await client.submit(**asked, idempotency_key=f"k{n}") for n in range(8)]
+        again = [await client.submit(**asked, idempotency_key=f"k{n}") for n in range(8)]
+        assert [job.id for job in first] == [job.id for job in again]
+        assert all(job.deduplicated for job in again)
+
+
+async def test_a_worker_waits_on_all_partitions_of_a_cluster(cluster):
+    async with AsyncClient(cluster, namespace="bell") as client:
+        queue = JobQueue(cluster, namespace="bell", model_name="m", worker_id="w1", lease_s=30.0)
+        await queue.ensure()
+        for _ in range(3):
+            assert await queue.claim(1) == []
+            waiting = asyncio.create_task(queue.wait(60))
+            await client.submit(model="m", prompt="x")
+            assert await waiting
+            assert len(await queue.claim(1)) == 1
+        await queue.aclose()
+
+
+async def test_a_cancel_reaches_waiting_jobs_and_abandoned_ones_on_a_cluster(cluster):
+    async with AsyncClient(cluster, namespace="cancel") as client:
+        queue = JobQueue(cluster, namespace="cancel", model_name="m", worker_id="w1", lease_s=30.0)
+        await queue.ensure()
+        job = await client.submit(model="m", prompt="x")
+        assert await job.cancel() == "cancelled"
+        job = await client.submit(model="m", prompt="x", on_disconnect="cancel")
+        (claimed,) = await _claim_all(queue, 1)
+        await queue.emit([_emission(claimed, 0)])
+        stream = job.stream()
+        await anext(stream)
+        await stream.aclose()
+        assert (await job.status()).cancel_requested
+        await queue.aclose()
+
+
+async def _claim_all(queue: JobQueue, count: int) -> list[Any]:
+    found: list[Any] = []
+    while len(found) < count:
+        found += await queue.claim(count - len(found))
+    return found
+
+
+async def _collect(job: Any) -> list[Event]:
+    return [event async for event in job.stream()]
+
+
+def _emission(job: Any, offset: int) -> Emission:
+    event = Event(offset=offset, token_ids=(offset,), text="a", attempt=job.attempt)
+    return Emission(job.id, job.attempt, offset, (event,))
+
+
+def _free_port() -> int:
+    return EmbeddedServer().port
+
+
+def _join(servers: list[EmbeddedServer]) -> None:
+    nodes = [redis.Redis(port=server.port) for server in servers]
+    bus = [int(server._options[server._options.index("--cluster-port") + 1]) for server in servers]
+    for number, node in enumerate(nodes):
+        first = SLOTS * number // len(nodes)
+        last = SLOTS * (number + 1) // len(nodes) - 1
+        node.execute_command("CLUSTER ADDSLOTSRANGE", first, last)
+        for other, port in zip(servers, bus):
+            if other is not servers[number]:
+                node.execute_command("CLUSTER MEET", "127.0.0.1", other.port, port)
+    while not all(_sees_all(node, len(nodes)) for node in nodes):
+        pass
+    for node in nodes:
+        node.close()
+
+
+def _sees_all(node: redis.Redis, count: int) -> bool:
+    info = node.execute_command("CLUSTER INFO")
+    return info["cluster_state"] == "ok" and int(info["cluster_size"]) == count
