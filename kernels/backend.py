@@ -27,6 +27,9 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _POINTER, _SIZE, _CODE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 SIGNATURES = {
+    "tf_linear_features": [],
+    "tf_linear_int8": [*[_POINTER] * 6, *[_SIZE] * 4, _CODE, _CODE],
+    "tf_linear_bf16": [*[_POINTER] * 4, *[_SIZE] * 4],
     "tf_paged_attention": [*[_POINTER] * 8, *[_SIZE] * 9, _FLOAT, _FLOAT, _CODE, _CODE],
     "tf_rms_norm": [*[_POINTER] * 3, *[_SIZE] * 5, _FLOAT, _FLOAT, _CODE],
     "tf_add_rms_norm": [*[_POINTER] * 5, _SIZE, _SIZE, _FLOAT, _FLOAT, _CODE],
@@ -79,6 +82,7 @@ def load_library() -> ctypes.CDLL:
     for name, types in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = types, None
+    library.tf_linear_features.restype = ctypes.c_int32
     return library
 
 

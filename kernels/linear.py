@@ -1,13 +1,30 @@
 """Linear layers over weights that are laid out once for the fastest product on this machine.
 
 A PackedWeight owns its bytes: after `pack_linear` the caller may drop the original, and no second
-copy is kept.
+copy is kept. What is computed depends on weight, bias and quantization alone, never on the layout.
+
+    plain    [out, in] as given; torch's own product
+    onednn   reordered by oneDNN for its product
+    tiles    bf16 in the blocks of tiles.h; the C++ product, on CPUs with AMX
+    int8     [out, in] int8 and a scale per output; torch's int8 product
+    int8 tiles  the same values in the blocks of tiles.h; the C++ product, on AMX or AVX-512 VNNI
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from tokenfleet.kernels.backend import DTYPE_CODES, compiled
+
+QUANTIZATIONS = ("int8",)
+
+# oneDNN lays a weight out for an expected number of rows; this one was the best or equal to it at
+# every number of rows from 1 to 564
+ROWS_HINT = 32
+
+# the features of linear.cpp
+INT8, BF16_TILES = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,30 +34,151 @@ class PackedWeight:
     out_features: int
     in_features: int
     dtype: torch.dtype  # of inputs and outputs
-    layout: str  # "plain"
+    layout: str  # one of the module's table
     data: Tensor
-    bias: Tensor | None
+    bias: Tensor | None  # [out_features], in dtype
+    scale: Tensor | None = None  # int8: fp32 [out_features]
+    offset: Tensor | None = None  # int8 tiles: int32 [out_features], 128 x the sum of its weights
+    pointers: tuple[int | None, ...] = ()  # of data, scale, offset, bias as the C++ takes them
 
     @property
     def num_bytes(self) -> int:
-        return self.data.nbytes + (self.bias.nbytes if self.bias is not None else 0)
+        width = self.dtype.itemsize if self.scale is None else 1
+        packed = self.out_features * self.in_features * width
+        return packed + sum(x.nbytes for x in (self.bias, self.scale, self.offset) if x is not None)
 
 
 def pack_linear(
     weight: Tensor, bias: Tensor | None = None, *, quantization: str | None = None
 ) -> PackedWeight:
-    """Pack weight [out, in] and bias [out]; quantization None keeps the weight's dtype exactly."""
-    if quantization is not None:
-        raise ValueError(f"quantization must be None, got {quantization!r}")
+    """Pack weight [out, in] and bias [out]; nothing else keeps them alive.
+
+    quantization None keeps the weight's values and dtype; "int8" rounds each output's weights to
+    int8 by its own scale, and `linear` rounds each token's activations likewise.
+    """
+    if quantization not in (None, *QUANTIZATIONS):
+        raise ValueError(
+            f"quantization must be None or one of {', '.join(QUANTIZATIONS)}, got {quantization!r}"
+        )
     out_features, in_features = weight.shape
-    return PackedWeight(out_features, in_features, weight.dtype, "plain", weight.contiguous(), bias)
+    bias = None if bias is None else bias.to(weight.dtype).contiguous()
+    shape = (out_features, in_features, weight.dtype)
+    library = compiled(weight)
+    features = library.tf_linear_features() if library else 0
+    if quantization == "int8":
+        values, scale = quantize_rows(weight)
+        if not features & INT8:
+            return PackedWeight(*shape, "int8", values, bias, scale)
+        offset = 128 * values.sum(dim=1, dtype=torch.int32)
+        return _with_pointers(*shape, "int8 tiles", to_tiles(values), bias, scale, offset)
+    if features & BF16_TILES and weight.dtype == torch.bfloat16 and in_features % 32 == 0:
+        return _with_pointers(*shape, "tiles", to_tiles(weight), bias)
+    if _onednn_takes(weight):
+        packed = torch.ops.mkldnn._reorder_linear_weight.default(weight.contiguous(), ROWS_HINT)
+        return PackedWeight(*shape, "onednn", packed, bias)
+    return PackedWeight(*shape, "plain", weight.contiguous(), bias)
 
 
 def linear(x: Tensor, packed: PackedWeight) -> Tensor:
     """x [T, in] -> [T, out] in x's dtype, which must be the packed weight's."""
-    return reference(x, packed.data, packed.bias)
+    layout = packed.layout
+    if layout == "plain":
+        return torch.nn.functional.linear(x, packed.data, packed.bias)
+    if layout == "int8":
+        return int8_reference(x, packed.data, packed.scale, packed.bias)  # type: ignore[arg-type]
+    if layout == "onednn":
+        if not x.shape[0]:
+            return x.new_empty((0, packed.out_features))
+        return torch.ops.mkldnn._linear_pointwise.default(  # type: ignore[no-any-return]
+            x, packed.data, packed.bias, "none", [], ""
+        )
+    return _on_tiles(x, packed)
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The specification."""
-    return torch.nn.functional.linear(x, weight, bias)
+    """The specification: sums in fp32, rounded once."""
+    out = x.float() @ weight.float().t()
+    return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+def int8_reference(x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The specification of int8: exact integer sums, then one rounding of sums x both scales."""
+    rounded, token_scale = quantize_rows(x)
+    sums = torch._int_mm(rounded, values.t()) if x.shape[0] else x.new_zeros((0, len(values)))
+    out = sums.float() * (scale * token_scale[:, None])
+    return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [N, K] -> int8 [N, K] and fp32 scales [N]: x ~ values * scale, scale = max |row| / 127."""
+    wide = x.float()
+    highest = wide.abs().amax(dim=1)
+    # a true division: number / tensor would multiply by a rounded reciprocal
+    inverse = torch.where(highest > 0, torch.full_like(highest, 127.0) / highest, 0.0)
+    values = (wide * inverse[:, None]).nan_to_num(0.0).round().to(torch.int8)
+    return values, highest / 127.0
+
+
+def to_tiles(weight: Tensor) -> Tensor:
+    """[N, K] int8 or bf16 -> uint8 [N / 16, K bytes / 64, 16, 64], the order of tiles.h.
+
+    Outputs and depth are filled up with zeros.
+    """
+    data = weight.contiguous().view(torch.uint8)
+    columns, depth = -(-data.shape[0] // 16), -(-data.shape[1] // 64)
+    padding = (0, depth * 64 - data.shape[1], 0, columns * 16 - data.shape[0])
+    blocks = torch.nn.functional.pad(data, padding).view(columns, 16, depth, 16, 4)
+    return blocks.permute(0, 2, 3, 1, 4).contiguous().view(columns, depth, 16, 64)
+
+
+def _with_pointers(
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+    layout: str,
+    data: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None = None,
+    offset: Tensor | None = None,
+) -> PackedWeight:
+    tensors = (data, scale, offset, bias)
+    pointers = tuple(None if x is None else x.data_ptr() for x in tensors)
+    return PackedWeight(
+        out_features, in_features, dtype, layout, data, bias, scale, offset, pointers
+    )
+
+
+def _onednn_takes(weight: Tensor) -> bool:
+    if not (weight.is_cpu and torch.backends.mkldnn.is_available()):  # type: ignore[no-untyped-call]
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if weight.dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return weight.dtype == torch.float32
+
+
+def _on_tiles(x: Tensor, packed: PackedWeight) -> Tensor:
+    library = compiled(x)
+    if library is None:  # packed for the C++ kernels, which have been switched off since
+        raise ValueError(f"a weight in the layout {packed.layout!r} needs the C++ kernels")
+    if x.dtype != packed.dtype or x.shape[1] != packed.in_features:
+        raise ValueError(
+            f"x must be {packed.dtype} [T, {packed.in_features}], got {x.dtype} {tuple(x.shape)}"
+        )
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    rows = x.shape[0]
+    out = torch.empty((rows, packed.out_features), dtype=x.dtype)
+    data, scale, offset, bias = packed.pointers
+    if packed.layout == "tiles":
+        library.tf_linear_bf16(
+            x.data_ptr(), data, bias, out.data_ptr(),
+            x.stride(0), rows, packed.in_features, packed.out_features,
+        )  # fmt: skip
+    else:
+        library.tf_linear_int8(
+            x.data_ptr(), data, scale, offset, bias, out.data_ptr(),
+            x.stride(0), rows, packed.in_features, packed.out_features, DTYPE_CODES[x.dtype], 0,
+        )  # fmt: skip
+    return out

@@ -133,6 +133,16 @@ INLINE void sum4(const f32x16* v, float* out) {
 }
 INLINE f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
+// To the nearest integer, ties to even; |v| < 2^22.
+INLINE i32x16 round_to_int(f32x16 v) {
+#if defined(__AVX512F__)
+    return (i32x16)_mm512_cvtps_epi32((__m512)v);
+#else
+    const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23
+    return __builtin_convertvector((v + magic) - magic, i32x16);
+#endif
+}
+
 // e^x within 2 ulp; below -87.3 it is exactly 0, above 88.3 it stays at e^88.3; a NaN stays one.
 INLINE f32x16 exp(f32x16 x) {
     const f32x16 top = splat(88.3f), bottom = splat(-87.3f);

@@ -1,0 +1,127 @@
+"""Linear layers: every layout gives the product of the weight it was packed from."""
+
+import numpy as np
+import pytest
+import torch
+
+from tokenfleet.kernels import backend as backend_module
+from tokenfleet.kernels import linear as ops
+from tokenfleet.kernels.linear import linear, pack_linear
+
+SHAPES = [(1, 64, 48), (63, 576, 123), (123, 123, 576), (5, 1536, 33), (32, 64, 64), (2, 1000, 1)]
+SIZES = pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+
+
+def draw(shape, dtype, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.usefixtures("backend")
+@SIZES
+@DTYPES
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_product_equals_float64(rows, inputs, outputs, dtype, with_bias):
+    x, weight = draw((rows, inputs), dtype, 1), draw((outputs, inputs), dtype, 2) / inputs**0.5
+    bias = draw((outputs,), dtype, 3) if with_bias else None
+    packed = pack_linear(weight, bias)
+    out = linear(x, packed)
+    expected = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    assert out.dtype == dtype
+    assert (packed.out_features, packed.in_features, packed.dtype) == (outputs, inputs, dtype)
+    close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    np.testing.assert_allclose(out.double(), expected, **close)
+    np.testing.assert_allclose(ops.reference(x, weight, bias).double(), expected, **close)
+
+
+@pytest.mark.usefixtures("backend")
+@SIZES
+@DTYPES
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_int8_sums_are_exact(rows, inputs, outputs, dtype, with_bias):
+    x, weight = draw((rows, inputs), dtype, 1), draw((outputs, inputs), dtype, 2)
+    bias = draw((outputs,), dtype, 3) if with_bias else None
+    out = linear(x, pack_linear(weight, bias, quantization="int8"))
+    values, scale = ops.quantize_rows(weight)
+    rounded, token_scale = ops.quantize_rows(x)
+    expected = (
+        (rounded.double() @ values.double().t()) * scale.double() * token_scale.double()[:, None]
+    )
+    expected += 0 if bias is None else bias.double()
+    close = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
+    bound = close * expected.abs().clamp_min(1.0)
+    assert ((out.double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.usefixtures("backend")
+def test_int8_is_within_two_percent_of_the_exact_product():
+    x, weight = draw((200, 576), torch.float32, 1), draw((300, 576), torch.float32, 2)
+    exact = x @ weight.t()
+    error = linear(x, pack_linear(weight, quantization="int8")) - exact
+    assert error.norm() / exact.norm() < 0.02
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@DTYPES
+def test_a_row_does_not_depend_on_its_neighbours_values(quantization, dtype):
+    x = draw((40, 64), dtype, 1)
+    packed = pack_linear(draw((48, 64), dtype, 2), quantization=quantization)
+    other = x.clone()
+    other[:17], other[18:] = 100.0, -3.0
+    assert torch.equal(linear(x, packed)[17], linear(other, packed)[17])
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_nan_stays_in_its_own_row(quantization):
+    x = draw((33, 64), torch.bfloat16, 1)
+    packed = pack_linear(draw((48, 64), torch.bfloat16, 2), quantization=quantization)
+    x[5, 7] = torch.nan
+    out = linear(x, packed)
+    assert out[5].isnan().all()
+    assert out[torch.arange(33) != 5].isfinite().all()
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@DTYPES
+def test_rows_may_be_strided_and_none(quantization, dtype):
+    wide = draw((9, 200), dtype, 1)
+    packed = pack_linear(draw((48, 64), dtype, 2), quantization=quantization)
+    assert torch.equal(linear(wide[:, 7:71], packed), linear(wide[:, 7:71].contiguous(), packed))
+    assert linear(wide[:0, :64], packed).shape == (0, 48)
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_row_of_zeros_gives_the_bias():
+    bias = draw((48,), torch.float32, 3)
+    packed = pack_linear(draw((48, 64), torch.float32, 2), bias, quantization="int8")
+    assert torch.equal(linear(torch.zeros(2, 64), packed), bias.expand(2, 48))
+
+
+def test_int8_without_tiles_gives_the_same_bytes():
+    with backend_module.using("cpp"):
+        library = backend_module.backend.library
+        if not library.tf_linear_features() & ops.INT8:
+            pytest.skip("this CPU has neither AMX nor AVX-512 VNNI")
+        x = draw((37, 200), torch.float32, 1)
+        packed = pack_linear(draw((83, 200), torch.float32, 2), quantization="int8")
+        fastest, vnni = linear(x, packed), torch.full((37, 83), torch.nan)
+        data, scale, offset, bias = packed.pointers
+        library.tf_linear_int8(
+            x.data_ptr(), data, scale, offset, bias, vnni.data_ptr(), 200, 37, 200, 83, 0, 1
+        )
+    assert torch.equal(fastest, vnni)
+
+
+def test_unknown_quantization_is_refused_by_name():
+    with pytest.raises(ValueError, match="int8, got 'int4'"):
+        pack_linear(torch.zeros(4, 4), quantization="int4")
+
+
+def test_int8_weights_take_a_quarter_of_fp32():
+    weight = draw((512, 512), torch.float32, 1)
+    ratio = pack_linear(weight, quantization="int8").num_bytes / pack_linear(weight).num_bytes
+    assert 0.25 <= ratio < 0.26
