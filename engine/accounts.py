@@ -62,6 +62,18 @@ class Accounts:
                 return account.request, sequence  # type: ignore[union-attr] # it had sequences
         raise InvalidRequest("unknown_id", f"{request_id!r} has no running choice {choice}")
 
+    def refuse(self, request: EngineRequest, refusal: InvalidRequest) -> None:
+        """End a request that turned out to be impossible after it was taken."""
+        self._end_unopened(request, "error", str(refusal))
+
+    def cancelled(self, request: EngineRequest) -> None:
+        """End a request that was aborted before it was opened."""
+        self._end_unopened(request, "cancelled", None)
+
+    def _end_unopened(self, request: EngineRequest, reason: str, error: str | None) -> None:
+        choices = (c for c in range(request.params.n) if c not in request.ended)
+        self.pending += [CoreEvent(request.id, c, [], reason, error=error) for c in choices]
+
     def open(self, request: EngineRequest, sequences: list[Sequence]) -> None:
         """Queue a request's sequences; those with no token left to make end at once."""
         account = Account(request, sequences, num_open=len(sequences))
@@ -148,6 +160,12 @@ def _take_token(outcome: Outcome) -> str | None:
         outcome.token = -1
         return "length"
     sequence.tokens.append(outcome.token)
+    if sequence.constraint is not None:
+        outcome.error = sequence.constraint.accept(outcome.token)
+        if outcome.error is not None:
+            return "error"
+        if sequence.constraint.complete:
+            return "stop"
     if outcome.token in sequence.ending and sequence.num_output > sequence.params.min_tokens:
         return "stop"
     return "length" if len(sequence.tokens) >= sequence.max_len else None
@@ -162,6 +180,7 @@ def _event(account: Account, outcome: Outcome, reason: str | None) -> CoreEvent:
         finish_reason=reason,
         logprobs=[outcome.logprobs] if has_token and outcome.logprobs is not None else None,
         prompt_logprobs=_give_prompt_logprobs(account, sequence),
+        error=outcome.error,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from tokenfleet.engine.constraints import Constraint
 from tokenfleet.engine.errors import InvalidRequest
 from tokenfleet.engine.request import EngineRequest
 from tokenfleet.engine.sampling_params import SamplingParams
@@ -31,8 +32,12 @@ def check_request(request: EngineRequest, vocab_size: int, max_len: int) -> None
             "prompt_too_long",
             f"the prompt has {len(prompt)} tokens and max_model_len is {max_len}; shorten it",
         )
-    if params.structured_outputs is not None:
-        raise InvalidRequest("unsupported", "structured_outputs is not supported by this engine")
+    if params.structured_outputs is not None and params.min_tokens:
+        raise InvalidRequest(
+            "invalid_parameter",
+            "min_tokens and structured_outputs contradict each other: the grammar decides where "
+            "the output ends; leave min_tokens at 0",
+        )
     if len(request.resume) > params.n:
         raise InvalidRequest(
             "invalid_parameter", f"resume has {len(request.resume)} outputs and n is {params.n}"
@@ -66,6 +71,7 @@ def sequences_of(
     seed: int,
     ending: frozenset[int],
     cache_context: int,
+    constraint: Constraint | None = None,
 ) -> list[Sequence]:
     """One sequence per choice that has not ended; the first is the others' parent."""
     prompt = list(request.prompt_token_ids)
@@ -85,6 +91,7 @@ def sequences_of(
                 params=request.params,
                 seed=seed,
                 ending=ending,
+                constraint=_advanced(constraint, done),
                 cache_context=cache_context,
                 use_cache=request.params.prompt_logprobs is None or choice > 0,
                 parent=sequences[0] if sequences else None,
@@ -92,6 +99,22 @@ def sequences_of(
             )
         )
     return sequences
+
+
+def _advanced(constraint: Constraint | None, tokens: Iterable[int]) -> Constraint | None:
+    """A constraint of its own for one output that already has these tokens.
+
+    Raises:
+        InvalidRequest: `unsupported_grammar` when the tokens are not of this grammar.
+    """
+    if constraint is None:
+        return None
+    own = constraint.copy()
+    for token in tokens:
+        wrong = own.accept(token)
+        if wrong is not None:
+            raise InvalidRequest("unsupported_grammar", f"the output cannot be resumed: {wrong}")
+    return own
 
 
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:

@@ -13,7 +13,9 @@ from dataclasses import replace
 
 from tokenfleet.engine.accounts import Accounts
 from tokenfleet.engine.admission import check_request, ending_tokens, longest, sequences_of
+from tokenfleet.engine.compiling import Compiling
 from tokenfleet.engine.config import EngineConfig
+from tokenfleet.engine.constraints import Constraint, ConstraintCompiler
 from tokenfleet.engine.errors import InvalidRequest, InvariantBroken
 from tokenfleet.engine.execution.loading import LoadedModel, load_model
 from tokenfleet.engine.request import CoreEvent, EngineRequest
@@ -37,6 +39,7 @@ class EngineCore:
     Args:
         config: what to load and how much of the machine to use.
         known_vocab: ids from this on are never sampled; None = the model's whole vocabulary.
+        compiler: of structured outputs; None refuses requests that ask for them.
         load: makes the model; replaced where a step is simulated.
 
     Raises:
@@ -48,6 +51,7 @@ class EngineCore:
         config: EngineConfig,
         *,
         known_vocab: int | None = None,
+        compiler: ConstraintCompiler | None = None,
         load: Callable[[EngineConfig, int | None], LoadedModel] = load_model,
     ) -> None:
         model = load(config, known_vocab)
@@ -60,6 +64,7 @@ class EngineCore:
         self.scheduler = Scheduler(self.limits, BlockPool(model.num_blocks, self.cache), self.cache)
         self.stats = StepStats(blocks_total=model.num_blocks)
         self._accounts = Accounts(self.scheduler)
+        self._compiling = Compiling(compiler)
         self._arrivals = 0
         self._random = random.Random(config.seed)
         self._clean_steps = 0
@@ -69,12 +74,12 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step would do or report something."""
-        return bool(self._accounts)
+        return bool(self._accounts or self._compiling)
 
     @property
     def free_slots(self) -> int:
         """Slots that neither a running nor a waiting sequence will take."""
-        return self.scheduler.num_free_slots
+        return self.scheduler.num_free_slots - self._compiling.num_choices
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request; its first event comes from a later step.
@@ -82,7 +87,11 @@ class EngineCore:
         Raises:
             InvalidRequest: with a code and what to do; nothing was queued.
         """
-        self._add(request)
+        max_len = self._check(request)
+        if request.params.structured_outputs is None:
+            self._open(request, max_len)
+        else:
+            self._compiling.start(request)
 
     def fork(
         self, request_id: str, new_id: str, params: SamplingParams | None = None, choice: int = 0
@@ -103,22 +112,40 @@ class EngineCore:
             resume=(),
             ended=frozenset(),
         )
-        self._add(request, parent)
+        max_len = self._check(request)
+        if params is None or params.structured_outputs is None:
+            self._open(request, max_len, parent.constraint if params is None else None, parent)
+        else:
+            self._compiling.start(request)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """End a request, or one choice of it, with finish_reason "cancelled" in the next step.
 
         Unknown and finished ids do nothing. The id is free for reuse after the event.
         """
-        self._accounts.abort(request_id, choice)
+        compiling = self._compiling.cancel(request_id) if choice is None else None
+        if compiling is not None:
+            self._accounts.cancelled(compiling)
+        else:
+            self._accounts.abort(request_id, choice)
 
-    def _add(self, request: EngineRequest, parent: Sequence | None = None) -> None:
-        if request.id in self._accounts:
+    def _check(self, request: EngineRequest) -> int:
+        """Refuse a request, or tell the length at which its sequences end."""
+        if request.id in self._accounts or request.id in self._compiling:
             raise InvalidRequest("duplicate_id", f"a request {request.id!r} is running already")
         check_request(request, self.spec.vocab_size, self.max_len)
         pool_tokens = self.scheduler.pool.num_blocks * self.limits.block_size
         max_len = longest(request, self.max_len, pool_tokens)
         self.scheduler.check_fits(max_len)
+        return max_len
+
+    def _open(
+        self,
+        request: EngineRequest,
+        max_len: int,
+        constraint: Constraint | None = None,
+        parent: Sequence | None = None,
+    ) -> None:
         self._arrivals += 1
         seed = request.params.seed
         sequences = sequences_of(
@@ -128,10 +155,21 @@ class EngineCore:
             seed=self._random.getrandbits(64) if seed is None else seed % 2**64,
             ending=ending_tokens(request.params, self.spec.eos_token_ids),
             cache_context=self._cache_context(request),
+            constraint=constraint,
         )
         if parent is not None and sequences:
             sequences[0].parent, sequences[0].shared_limit = parent, parent.num_done
         self._accounts.open(request, sequences)
+
+    def _take_compiled(self, *, idle: bool) -> None:
+        """Open the requests whose grammar is ready; wait a moment for one when idle."""
+        for request, constraint in self._compiling.ready(wait_for_one=idle):
+            try:
+                if isinstance(constraint, InvalidRequest):
+                    raise constraint
+                self._open(request, self._check(request), constraint)
+            except InvalidRequest as refusal:
+                self._accounts.refuse(request, refusal)
 
     def _cache_context(self, request: EngineRequest) -> int:
         return 0 if self.cache is None else self.cache.context(salt=request.cache_salt)
@@ -141,6 +179,8 @@ class EngineCore:
     def step(self) -> list[CoreEvent]:
         """Compute one step; events of the choices that got something, [] when idle."""
         started = time.perf_counter()
+        if self._compiling:
+            self._take_compiled(idle=not self._accounts)
         plan = self.scheduler.schedule()
         scheduled = time.perf_counter()
         if plan:

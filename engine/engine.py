@@ -101,7 +101,9 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.text = TextCodec.load(config.model)
-        self.core = EngineCore(config, known_vocab=self.text.vocab_size)
+        self.core = EngineCore(
+            config, known_vocab=self.text.vocab_size, compiler=self.text.compiler()
+        )
         self._streams: dict[tuple[str, int], TextStream] = {}
         self._params: dict[str, SamplingParams] = {}
         self._names = count()
@@ -157,9 +159,8 @@ class Engine:
         self, request_id: str, new_id: str, params: SamplingParams | None = None, choice: int = 0
     ) -> None:
         """Branch a running request; see EngineCore.fork. The text starts behind the fork."""
-        own = params or self._params.get(request_id)
-        self.core.fork(request_id, new_id, own, choice)
-        self._open(EngineRequest(new_id, (), own or SamplingParams()))
+        self.core.fork(request_id, new_id, params, choice)
+        self._open(EngineRequest(new_id, (), params or self._params[request_id]))
 
     def abort(self, request_id: str) -> None:
         """End a request with one "cancelled" event in the next step; unknown ids do nothing."""

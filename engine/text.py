@@ -15,6 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from tokenfleet.engine.constraints import ConstraintCompiler
 from tokenfleet.engine.detokenizer import (
     ByteDetokenizer,
     Detokenizer,
@@ -129,6 +130,10 @@ class TextCodec:
         """Text of complete output."""
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def compiler(self) -> ConstraintCompiler:
+        """Compiles structured outputs for this tokenizer."""
+        return ConstraintCompiler(self.tokenizer.to_str(), self.vocab_size, self.eos_token_ids)
 
     def stream(self, params: SamplingParams) -> TextStream:
         """The text of one output that is about to come."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenfleet.engine.constraints import Constraint
 from tokenfleet.engine.sampling_params import SamplingParams
 from tokenfleet.engine.scheduling.sequence import Sequence
 
@@ -54,6 +55,8 @@ class ParamTable:
         self.choice = np.zeros(num_slots, np.int64)
         self.num_prompt = np.zeros(num_slots, np.int64)
         self.min_tokens = np.zeros(num_slots, np.int64)
+        self.constrained = np.zeros(num_slots, bool)
+        self.constraint: dict[int, Constraint] = {}
         self._bias: dict[int, tuple[Ids, Floats]] = {}
         self._ending: dict[int, tuple[Ids, Floats]] = {}
         self._scattered: tuple[bytes, Scattered, Scattered] | None = None
@@ -77,6 +80,9 @@ class ParamTable:
         ending = sequence.ending if params.min_tokens else frozenset()
         self._ending[slot] = _as_arrays(dict.fromkeys(ending, 0.0))
         self._scattered = None
+        self.constrained[slot] = sequence.constraint is not None
+        if sequence.constraint is not None:
+            self.constraint[slot] = sequence.constraint
 
     def scattered(self, slots: Ids) -> tuple[Scattered, Scattered]:
         """(biases, tokens forbidden below min_tokens) of a batch of slots.

@@ -1,8 +1,8 @@
 """Chooses one token for each row of logits, all rows together.
 
-Order: bias and minimum length, penalties, then temperature, top-k, top-p, min-p and the draw. A row
-that is greedy and asks for nothing costs one argmax. A row with a NaN or an infinite logit is
-reported as poisoned; what it drew means nothing.
+Order: bias and minimum length, penalties, grammar, then temperature, top-k, top-p, min-p and the
+draw. A row that is greedy and asks for nothing costs one argmax. A row with a NaN or an infinite
+logit is reported as poisoned; what it drew means nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tokenfleet.engine.constraints import allowed_tokens
 from tokenfleet.engine.execution.param_table import Ids, ParamTable, Scattered
 from tokenfleet.engine.execution.slots import SlotTable
 from tokenfleet.engine.request import Logprobs
@@ -58,6 +59,7 @@ class Sampler:
         if p.penalised[slots].any():
             self._penalise(logits, slots, ends)
             changed = True
+        changed |= self._constrain(logits, slots)
         if changed:
             tokens = greedy(logits)[1]
         drawn = np.flatnonzero(~p.greedy[slots])
@@ -111,6 +113,19 @@ class Sampler:
         )
         penalised = penalise(_picked(logits, rows), histories)
         logits[rows] = penalised
+
+    def _constrain(self, logits: Tensor, slots: Ids) -> bool:
+        """Forbid what the rows' grammars do not allow."""
+        p = self._params
+        rows = np.flatnonzero(p.constrained[slots])
+        if not rows.size:
+            return False
+        constraints = [p.constraint[slot] for slot in slots[rows].tolist()]
+        vocab = min(self._known_vocab, logits.shape[1])
+        allowed = torch.from_numpy(allowed_tokens(constraints, vocab)).to(logits.device)
+        where = torch.from_numpy(rows).to(logits.device)
+        logits[where, :vocab] = logits[where, :vocab].masked_fill_(~allowed, -torch.inf)
+        return True
 
     def _reports(
         self, logits: Tensor, tokens: Ids, slots: Ids, ends: Ids, raw_rows: Ids, raw: Tensor | None

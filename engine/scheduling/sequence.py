@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from tokenfleet.engine.constraints import Constraint
 from tokenfleet.engine.errors import InvariantBroken
 from tokenfleet.engine.sampling_params import SamplingParams
 
@@ -62,6 +63,8 @@ class Sequence:
     """Of its noise, 64 bits."""
     ending: frozenset[int]
     """Tokens that end it."""
+    constraint: Constraint | None = None
+    """Grammar of its output, advanced over every token of it."""
     cache_context: int = 0
     """Root of its prefix chain: weights version, adapter and salt (see PrefixCache.context)."""
     use_cache: bool = True
