@@ -77,12 +77,11 @@ class Dispatcher:
             asked_at: monotonic time before the claim: the lease is counted from it.
         """
         for one in claimed:
+            if older := self._roster.get(one.id):
+                self.lost(older, "claimed again")
             job = Job(one, self._clock())
             job.lease_until = asked_at + self._lease_s
-            older = self._roster.add(job)
-            if older is not None:
-                self._abort(older)
-                self._telemetry.job_ended(older.claimed, "lost")
+            self._roster.add(job)
             self._telemetry.job_claimed(one)
             log.info(
                 "job_claimed", job_id=one.id, attempt=one.attempt, offset=one.offset,
@@ -95,6 +94,9 @@ class Dispatcher:
             await self._preparer.prepare(job)
         except BadJob as bad:
             self._fail(job, bad.code, str(bad))
+            return
+        except Exception as error:  # noqa: BLE001 - ours, and no reason to end the other jobs
+            self._fail_of_ours(job, error)
             return
         self._arm_deadline(job)
         if job.stage is Stage.ENDED:
@@ -143,7 +145,12 @@ class Dispatcher:
         if job is None or job.stage is not Stage.RUNNING:
             return False
         first = job.first_token_at is None
-        if job.apply(event) and self.engine is not None:
+        try:
+            stopped = job.apply(event)
+        except Exception as error:  # noqa: BLE001 - the same
+            self._fail_of_ours(job, error)
+            return True
+        if stopped and self.engine is not None:
             self.engine.abort(job.engine_id, event.choice)
         first = first and job.first_token_at is not None
         if first:
@@ -169,7 +176,8 @@ class Dispatcher:
 
     def out_of_step(self, job: Job) -> None:
         """Redis has lost events that it had: whoever is next goes on from what is left."""
-        self._spawn(self.hand_back([job], "the log is shorter than it was"))
+        self._abort(job)
+        self._spawn(self._release_alone(job, "the log is shorter than it was"))
 
     def lost(self, job: Job, reason: str) -> None:
         """The job is another's, or may be: stop it and say nothing more in its name."""
@@ -193,6 +201,10 @@ class Dispatcher:
             await self._until_reached(lambda: self._queue_fail(blamed, why), blamed)
             spared = [job for job in left if job not in blamed]
             await self._until_reached(lambda: self._queue_release(spared, why), spared)
+
+    async def _release_alone(self, job: Job, why: str) -> None:
+        async with self.publisher.still():
+            await self._until_reached(lambda: self._queue_release([job], why), [job])
 
     def waiting_in_engine(self) -> list[Job]:
         """Jobs given to the engine that it cannot have begun: the youngest beyond its slots."""
@@ -248,6 +260,10 @@ class Dispatcher:
     def _fail(self, job: Job, code: str, message: str) -> None:
         log.info("job_refused", job_id=job.id, attempt=job.claimed.attempt, code=code)
         self._end(job, Ending("failed", EventError(code, message)))
+
+    def _fail_of_ours(self, job: Job, error: Exception) -> None:
+        log.error("job_broke_worker_code", job_id=job.id, exc_info=error)
+        self._fail(job, "internal_error", f"{type(error).__name__} in the worker; see its log")
 
     def _end(self, job: Job, ending: Ending) -> None:
         if job.stage in (Stage.ENDED, Stage.GONE):

@@ -106,7 +106,7 @@ class EngineHost:
         self._handle = handle = self._make()
         try:
             info = await handle.start()
-        except EngineStartFailed as error:
+        except (EngineStartFailed, OSError) as error:  # OSError: no process, no memory
             self._deaths += 1
             return str(error)
         self._dispatcher.engine = handle

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from tokenfleet.producer.keys import partition_of
-from tokenfleet.worker.broker import BROKER_ERRORS, Broker
+from tokenfleet.worker.broker import BROKER_ERRORS, Broker, blames_request
 from tokenfleet.worker.jobs import Job, Stage
 from tokenfleet.worker.queue import Emission, EmitOutcome, JobQueue, LogBehind
 
@@ -140,6 +140,8 @@ class Publisher:
         try:
             outcome = await self._queue.emit(emissions)
         except BROKER_ERRORS as error:
+            if blames_request(error):
+                return await self._emit_one_by_one(sent, error)
             self._broker.away("emit", error)
             for job in sent:
                 self.touch(job)
@@ -147,6 +149,13 @@ class Publisher:
         for job in sent:
             if job.stage is not Stage.GONE:
                 self._settle(job, outcome)
+        return True
+
+    async def _emit_one_by_one(self, jobs: list[Job], error: Exception) -> bool:
+        """One job's keys are broken: find it, and let the others go on."""
+        if len(jobs) > 1:
+            return all([await self._emit([job]) for job in jobs])
+        self._owner.lost(jobs[0], f"Redis refuses its events: {error}")
         return True
 
     def _settle(self, job: Job, outcome: EmitOutcome) -> None:
@@ -173,6 +182,9 @@ class Publisher:
             self._owner.out_of_step(job)
             return True
         except BROKER_ERRORS as error:
+            if blames_request(error):
+                self._owner.lost(job, f"Redis refuses its end: {error}")
+                return True
             self._broker.away("finish", error)
             self.touch(job)
             return False

@@ -41,14 +41,11 @@ class Roster:
         """The job that the engine knows by this id."""
         return self._by_engine_id.get(engine_id)
 
-    def add(self, job: Job) -> Job | None:
-        """Take a claimed job in; returns the older attempt of it that this displaces, if any."""
-        older = self._jobs.get(job.id)
-        if older is not None:
-            self.remove(older)
+    def add(self, job: Job) -> None:
+        """Take a claimed job in. An older attempt of it must have left."""
+        assert job.id not in self._jobs
         self._jobs[job.id] = job
         self._by_engine_id[job.engine_id] = job
-        return older
 
     def remove(self, job: Job) -> None:
         """Forget a job that is no longer ours."""

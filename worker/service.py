@@ -195,7 +195,11 @@ class WorkerService:
     # life
 
     async def _serve(self) -> int:
-        health = await self._start_health()
+        try:
+            health = await self._start_health()
+        except OSError as error:
+            log.error("health_not_served", port=self.settings.health_port, error=str(error))
+            return EXIT_BAD_INPUT
         intake = self._start("intake", self._intake.run())
         self._start("publisher", self._publisher.run())
         self._start("leases", self._leases.run())

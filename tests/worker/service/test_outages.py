@@ -135,3 +135,35 @@ async def test_a_drain_without_redis_ends_when_the_leases_have(own_fleet, until)
     await in_thread(fleet.server.stop)
     worker.drain()
     assert await fleet.runs[0] == 0
+
+
+async def test_a_job_whose_keys_are_broken_is_dropped_and_the_others_go_on(fleet, until) -> None:
+    worker = fleet.worker(max_num_seqs=3)
+    jobs = [await fleet.submit() for _ in range(3)]
+    await until(lambda: fleet.has(*jobs))
+    bad, *good = jobs
+    await fleet.redis.set(fleet.connection.keys(0).events(bad), "not a stream")
+    for job in jobs:
+        fleet.engine.say(job, "abc")
+    for job in good:
+        fleet.engine.say(job, "def", "stop")
+        await until(lambda job=job: fleet.is_(job, "finished"))
+        assert await fleet.text(job) == "abcdef"
+    await until(lambda: len(worker.roster) == 0)
+    assert (bad, None) in fleet.engine.aborted
+
+
+async def test_a_log_that_lost_its_end_before_the_finish_is_made_again(fleet, until) -> None:
+    fleet.worker()
+    job = await fleet.submit()
+    await until(lambda: fleet.has(job))
+    fleet.engine.say(job, "abc")
+    await until(lambda: fleet.shows(job, "abc"))
+    names = fleet.connection.keys(0)
+    await fleet.redis.delete(names.events(job))
+    await fleet.redis.hset(names.job(job), mapping={"offset": 0, "last": "0-0"})
+    fleet.engine.say(job, "def", "stop")
+    await until(lambda: fleet.engine.requests[job].id == f"{job}/2")
+    fleet.engine.say(job, "abcdef", "stop")
+    await until(lambda: fleet.is_(job, "finished"))
+    assert await fleet.text(job) == "abcdef"

@@ -162,3 +162,43 @@ async def test_an_engine_that_hangs_is_ended_and_its_jobs_go_back(fleet, until) 
     assert await fleet.field(job, "failures") == "1"
     await until(lambda: fleet.has(job))
     assert fleet.engine.requests[job].id == f"{job}/2"
+
+
+async def test_a_fault_of_the_workers_own_code_costs_one_job(fleet, until, monkeypatch) -> None:
+    from tokenfleet.worker.jobs import Job
+
+    apply = Job.apply
+
+    def broken(self, event):
+        if bytes(event.token_ids) == b"boom":
+            raise KeyError("boom")
+        return apply(self, event)
+
+    monkeypatch.setattr(Job, "apply", broken)
+    fleet.worker()
+    bad, good = await fleet.submit(), await fleet.submit()
+    await until(lambda: fleet.has(bad, good))
+    fleet.engine.say(bad, "boom")
+    await until(lambda: fleet.is_(bad, "failed"))
+    assert await fleet.field(bad, "error_code") == "internal_error"
+    fleet.engine.say(good, "ok", "stop")
+    await until(lambda: fleet.is_(good, "finished"))
+
+
+async def test_a_job_claimed_again_by_its_own_worker_never_meets_its_old_self(fleet, until) -> None:
+    worker = fleet.worker(max_num_seqs=2)
+    job = await fleet.submit()
+    await until(lambda: fleet.has(job))
+    old = fleet.engine.requests[job]
+    other = fleet.queue("other")
+    key = fleet.connection.keys(0).job(job)
+    stream, entry = await fleet.redis.hmget(key, "stream", "entry")
+    await fleet.redis.xclaim(stream, "workers", "other", 0, [entry], idle=3_600_000, justid=True)
+    await until(lambda: other.reclaim())
+    await until(lambda: fleet.engine.requests[job].id != old.id)
+    assert (job, None) in fleet.engine.aborted
+    fleet.engine.say(job, "new", "stop")
+    await until(lambda: fleet.is_(job, "finished"))
+    assert await fleet.text(job) == "new"
+    assert len(worker.roster) == 0
+    await other.aclose()
