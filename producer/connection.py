@@ -41,7 +41,7 @@ Broker = str | aio.Redis | aio.RedisCluster | redis.Redis
 """What a client may be given: a URL, or a redis-py client."""
 
 SOCKET_TIMEOUT_S = 5.0
-"""Longest wait for a reply. Blocking commands must stay well under it."""
+"""Longest wait for a reply (less where connect_timeout_s is less). Blocking commands stay under."""
 
 CLUSTER_PARTITIONS = 16
 
@@ -85,8 +85,11 @@ class Connection:
     def client(self) -> Any:
         """The redis-py client, without retries of its own."""
         if self._client is None or self._pid != os.getpid():
-            self._client, self._pid, self._checked = _client_for(self._broker), os.getpid(), False
+            self._client, self._pid, self._checked = self._make(), os.getpid(), False
         return self._client
+
+    def _make(self) -> Any:
+        return _client_for(self._broker, min(SOCKET_TIMEOUT_S, self.connect_timeout_s))
 
     async def ready(self) -> None:
         """Redis is there and new enough. Raises BrokerUnavailable, BrokerUnsupported."""
@@ -192,12 +195,12 @@ def _refuse_decoding(broker: Broker) -> None:
         )
 
 
-def _client_for(broker: Broker) -> Any:
+def _client_for(broker: Broker, timeout_s: float) -> Any:
     """A client of our own to the same server, or the one handed in where that cannot be made."""
     if isinstance(broker, aio.RedisCluster):
         return broker
     if isinstance(broker, str):
-        pool = aio.ConnectionPool.from_url(broker, **_settings())
+        pool = aio.ConnectionPool.from_url(broker, **_settings(timeout_s))
         pool.connection_kwargs.pop("decode_responses", None)
         pool.connection_class = _packing_in_c(pool.connection_class)
         return aio.Redis.from_pool(pool)
@@ -208,10 +211,10 @@ def _client_for(broker: Broker) -> Any:
         raise BrokerUnsupported(
             f"the blocking client cannot take over a {pool_class.__name__}; give it a redis:// URL"
         )
-    return aio.Redis.from_pool(_pool_like(broker.connection_pool))
+    return aio.Redis.from_pool(_pool_like(broker.connection_pool, timeout_s))
 
 
-def _pool_like(pool: Any) -> aio.ConnectionPool:
+def _pool_like(pool: Any, timeout_s: float) -> aio.ConnectionPool:
     name = pool.connection_class.__name__
     kind: Any = aio.Connection
     if "SSL" in name:
@@ -224,7 +227,9 @@ def _pool_like(pool: Any) -> aio.ConnectionPool:
         for key, value in given.items()
         if key in _CARRIED_OVER or (key.startswith("ssl_") and kind is aio.SSLConnection)
     }
-    return aio.ConnectionPool(connection_class=_packing_in_c(kind), **{**carried, **_settings()})
+    return aio.ConnectionPool(
+        connection_class=_packing_in_c(kind), **{**carried, **_settings(timeout_s)}
+    )
 
 
 def _packing_in_c(kind: Any) -> Any:
@@ -241,11 +246,11 @@ def _packing_in_c(kind: Any) -> Any:
     return type(f"Packed{kind.__name__}", (kind,), {"pack_command": pack_command})
 
 
-def _settings() -> dict[str, Any]:
+def _settings(timeout_s: float) -> dict[str, Any]:
     return {
         "retry": Retry(NoBackoff(), 0),
-        "socket_timeout": SOCKET_TIMEOUT_S,
-        "socket_connect_timeout": SOCKET_TIMEOUT_S,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
     }
 
 

@@ -80,15 +80,8 @@ class Event:
 
     def _is_plain(self) -> bool:
         """Tokens and text of choice 0 and nothing else: nearly every event of a fleet."""
-        return not (
-            self.choice
-            or self.final
-            or self.finish_reason
-            or self.logprobs
-            or self.prompt_logprobs
-            or self.error
-            or self.stop is not None
-        )
+        rest = (self.finish_reason, self.logprobs, self.prompt_logprobs, self.stop, self.error)
+        return not (self.choice or self.final) and all(value is None for value in rest)
 
     @classmethod
     def unpack(cls, packed: bytes) -> Event:
