@@ -13,7 +13,7 @@ is where it was once it has accepted the logged tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
 
@@ -58,12 +58,14 @@ class ConstraintCompiler:
     """Compiles grammars for one tokenizer. Safe to call from a thread.
 
     Args:
-        tokenizer_json: content of tokenizer.json.
+        tokenizer_json: gives the content of tokenizer.json when it is first needed.
         vocab_size: tokens that a mask covers.
         eos_token_ids: tokens that end an output.
     """
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer_json: Callable[[], str], vocab_size: int, eos_token_ids: Iterable[int]
+    ) -> None:
         self._tokenizer_json = tokenizer_json
         self.vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
@@ -97,7 +99,7 @@ class ConstraintCompiler:
         from llguidance import LLTokenizer
 
         return LLTokenizer(
-            self._tokenizer_json, n_vocab=self.vocab_size, eos_token=self._eos_token_ids or None
+            self._tokenizer_json(), n_vocab=self.vocab_size, eos_token=self._eos_token_ids or None
         )
 
 

@@ -133,7 +133,7 @@ class TextCodec:
 
     def compiler(self) -> ConstraintCompiler:
         """Compiles structured outputs for this tokenizer."""
-        return ConstraintCompiler(self.tokenizer.to_str(), self.vocab_size, self.eos_token_ids)
+        return ConstraintCompiler(self.tokenizer.to_str, self.vocab_size, self.eos_token_ids)
 
     def stream(self, params: SamplingParams) -> TextStream:
         """The text of one output that is about to come."""
