@@ -101,6 +101,10 @@ class Child:
         )
         self.facts = self._ask({"engine": engine, "threads": threads, **options})
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def run(self, workload: Workload, **options: Any) -> dict[str, float]:
         """Raises BenchFailed when the child ends instead of answering."""
         return self._ask({"run": workload.as_lists(), **options})
@@ -114,9 +118,11 @@ class Child:
         except BrokenPipeError:
             pass  # its end says more than ours
         line = self._process.stdout.readline()
-        if not line:
-            raise BenchFailed(f"an engine under test ended with code {self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
+        answer: dict[str, Any] = json.loads(line) if line else {"error": "no answer"}
+        if "error" in answer:
+            self._process.communicate()
+            code = self._process.returncode
+            raise BenchFailed(f"an engine under test ended with code {code}: {answer['error']}")
         return answer
 
     def __enter__(self) -> Self:

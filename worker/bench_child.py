@@ -26,7 +26,11 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is not an answer
     opened = json.loads(sys.stdin.readline())
     started = time.perf_counter()
-    runner, facts = _OPENERS[opened["engine"]](opened)
+    try:
+        runner, facts = _OPENERS[opened["engine"]](opened)
+    except Exception as error:  # noqa: BLE001 - said to the parent, which ends the bench with it
+        _answer(answers, {"error": f"{type(error).__name__}: {error}"})
+        sys.exit(1)
     _answer(answers, facts | {"load_s": time.perf_counter() - started})
     for line in sys.stdin:
         command = json.loads(line)

@@ -27,7 +27,13 @@ class Peer(StrEnum):
 
 
 Model = Annotated[
-    Path | None, typer.Option(help="Checkpoint directory.", show_default="SmolLM2-135M-Instruct")
+    Path | None,
+    typer.Option(
+        help="Checkpoint directory.",
+        exists=True,
+        file_okay=False,
+        show_default="SmolLM2-135M-Instruct",
+    ),
 ]
 Counts = Annotated[list[int] | None, typer.Option("-n", min=1, help="N of W; repeatable.")]
 Workloads = Annotated[list[WorkloadName] | None, typer.Option("--workload", "-w")]

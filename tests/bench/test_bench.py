@@ -1,0 +1,173 @@
+"""The benches count right, compare in one run, and stop where the work was not done."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenfleet.worker.bench import (
+    UNSET,
+    BenchConfig,
+    BenchFailed,
+    Child,
+    bench_engine,
+    take_turns,
+)
+from tokenfleet.worker.bench_figures import Seen, Summary, figures_of, percentile, ratio
+from tokenfleet.worker.bench_fleet import bench_fleet
+from tokenfleet.worker.bench_workloads import Workload, workload_s, workload_w
+
+
+def test_w_is_distinct_prompts_of_the_promised_shape() -> None:
+    work = workload_w(8, 1000, seed=1)
+    assert [(len(job.prompt), job.output) for job in work.jobs] == [(564, 128)] * 8
+    assert len({job.prompt for job in work.jobs}) == 8
+    assert workload_w(8, 1000, seed=1) == work
+    assert workload_w(8, 1000, seed=2) != work
+
+
+def test_s_is_sixteen_jobs_with_stragglers_in_the_same_order_every_time() -> None:
+    work = workload_s(1000, seed=1)
+    outputs = [job.output for job in work.jobs]
+    assert sorted(outputs) == sorted([50, 120, 240, 1024] * 4)
+    assert [job.output for job in workload_s(1000, seed=2).jobs] == outputs
+    assert {len(job.prompt) for job in work.jobs} == {64}
+    stragglers = [max(outputs[start : start + 4]) == 1024 for start in range(0, 16, 4)]
+    assert sum(stragglers) >= 2, "a static batch has to wait for its longest job"
+
+
+def test_figures_of_a_run_that_can_be_counted_by_hand() -> None:
+    one, other = Seen(asked_at=10.0), Seen(asked_at=10.0)
+    for moment in (11.0, 12.0, 14.0):
+        one.tokens(moment, 1)
+    other.tokens(15.0, 2)
+    other.tokens(17.0, 4)
+    other.tokens(18.0, 0)
+    figures = figures_of([one, other])
+    assert figures["output_tokens"] == 9
+    assert figures["wall_s"] == 7.0
+    assert figures["tokens_per_s"] == pytest.approx(9 / 7)
+    assert (figures["ttft_p50_s"], figures["ttft_p99_s"]) == (1.0, 5.0)
+    assert (figures["tpot_p50_s"], figures["tpot_p99_s"]) == (0.5, 1.5)
+    assert figures["gap_p99_s"] == 2.0
+    assert figures["completion_mean_s"] == 5.5
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"), [(50, 5), (99, 10), (100, 10), (1, 1), (10, 1), (11, 2)]
+)
+def test_a_percentile_is_a_value_that_was_seen(share: float, expected: int) -> None:
+    assert percentile([*range(10, 0, -1)], share) == expected
+
+
+def test_several_runs_are_their_median_and_their_span() -> None:
+    runs = tuple({"tokens_per_s": v} for v in (3.0, 1.0, 2.0))
+    summary = Summary("engine", "W", runs)
+    assert summary.middle("tokens_per_s") == 2.0
+    assert summary.span("tokens_per_s") == (1.0, 3.0)
+    other = Summary("other", "W", ({"tokens_per_s": 4.0},))
+    assert ratio(summary, other) == 0.5
+    assert not summary.has("steps")
+
+
+def test_contenders_take_turns_and_unfinished_work_has_no_rate() -> None:
+    played: list[str] = []
+
+    class Contender:
+        def __init__(self, name: str, missing: int = 0) -> None:
+            self.name = name
+            self._missing = missing
+
+        def run(self, workload: Workload) -> dict[str, float]:
+            played.append(self.name)
+            return {"tokens_per_s": 1.0, "output_tokens": workload.output_tokens - self._missing}
+
+    config = BenchConfig(Path("m"), counts=(1,), repeats=2)
+    both = [Contender("a"), Contender("b")]
+    summaries = list(take_turns(config, 1000, lambda _: both, lambda _: None))
+    assert played == ["a", "b", "a", "b"]
+    assert [(s.engine, len(s.runs)) for s in summaries] == [("a", 2), ("b", 2)]
+    with pytest.raises(BenchFailed, match="c made 127 of 128 tokens"):
+        take_turns(config, 1000, lambda _: [Contender("c", 1)], lambda _: None)
+
+
+def test_the_engine_is_compared_with_transformers_in_one_run(tiny_checkpoint: Path) -> None:
+    said: list[str] = []
+    config = BenchConfig(
+        tiny_checkpoint, counts=(2,), repeats=2, threads=1, compare=("transformers",)
+    )
+    report = bench_engine(config, said.append)
+    rows = {summary.engine: summary for summary in report.summaries}
+    assert set(rows) == {"engine", "transformers single", "transformers batch all"}
+    for row in rows.values():
+        assert row.middle("output_tokens") == 256
+        assert row.middle("tokens_per_s") > 0
+        assert row.middle("peak_rss_bytes") > 2**20
+    assert rows["engine"].span("blocks_spare_per_sequence_max")[1] <= 1.0
+    assert rows["engine"].middle("mean_batch") > 1.0
+    assert rows["transformers single"].middle("steps") == 256
+    assert {found["to"] for found in report.ratios()} == set(rows) - {"engine"}
+    written = json.loads(json.dumps(report.as_dict()))
+    assert written["results"][0]["median"]["steps"] >= 128
+    assert len(said) == 1 + 3 * 2
+
+
+def test_the_fleet_is_compared_with_the_engine_alone_in_one_run(tiny_checkpoint: Path) -> None:
+    config = BenchConfig(tiny_checkpoint, counts=(2,), repeats=1, threads=1)
+    report = bench_fleet(config, lambda _: None)
+    assert {summary.engine for summary in report.summaries} == {"fleet", "engine"}
+    (found,) = report.ratios()
+    assert (found["of"], found["to"]) == ("fleet", "engine")
+    assert found["tokens_per_s"] > 0
+    assert all(summary.middle("output_tokens") == 256 for summary in report.summaries)
+
+
+def test_an_engine_that_ends_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
+    with pytest.raises(BenchFailed, match="ended with code 1: .*config.json"):
+        Child("tokenfleet", {"config": {"model": str(tmp_path)}}, threads=1)
+
+
+def test_settings_that_slow_an_engine_down_do_not_reach_it(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path
+) -> None:
+    for name in UNSET:
+        monkeypatch.setenv(name, "1")
+    with Child("tokenfleet", {"config": {"model": str(tiny_checkpoint)}}, threads=1) as child:
+        environment = Path(f"/proc/{child.pid}/environ").read_bytes().decode()
+    assert not any(f"{name}=" in environment for name in UNSET)
+    assert all(name in os.environ for name in UNSET), "only the child's environment changes"
+
+
+def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tokenfleet.worker.cli", "bench", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_the_command_prints_a_table_and_writes_json(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    asked = ("engine", "--model", str(tiny_checkpoint), "-n", "1", "--repeats", "1")
+    done = run_bench(*asked, "--threads", "1", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    assert "W N=1" in done.stdout
+    assert "blocks in use beyond those that the tokens present need" in done.stdout
+    written: dict[str, Any] = json.loads(path.read_text())
+    assert written["bench"] == "engine"
+    assert written["results"][0]["workload"] == "W N=1"
+    assert written["machine"]["cores"] == os.cpu_count()
+
+
+def test_a_model_that_is_not_there_is_bad_input() -> None:
+    done = run_bench("engine", "--model", "/nonexistent")
+    assert done.returncode == 2
+    assert "/nonexistent" in done.stderr
