@@ -129,7 +129,7 @@ def test_the_fleet_is_compared_with_the_engine_alone_in_one_run(tiny_checkpoint:
 
 
 def test_an_engine_that_ends_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
-    with pytest.raises(BenchFailed, match="ended with code 1: .*config.json"):
+    with pytest.raises(BenchFailed, match=r"ended with code 1: .*config.json"):
         Child("tokenfleet", {"config": {"model": str(tmp_path)}}, threads=1)
 
 
