@@ -18,7 +18,8 @@ from tokenfleet.engine.errors import InvalidRequest
 from tokenfleet.engine.request import EngineRequest
 from tokenfleet.engine.sampling_params import SamplingParams
 from tokenfleet.producer.protocol import JobRequest
-from tokenfleet.worker.jobs import Job, TextStream
+from tokenfleet.worker.choices import TextStream
+from tokenfleet.worker.jobs import Job
 from tokenfleet.worker.queue import ClaimedJob
 
 INLINE_CHARS = 2_000

@@ -15,7 +15,6 @@ import asyncio
 import os
 import signal
 import socket
-import time
 import uuid
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -30,13 +29,14 @@ from tokenfleet.producer.errors import BrokerUnavailable, BrokerUnsupported
 from tokenfleet.worker.broker import BROKER_ERRORS, Broker
 from tokenfleet.worker.control import Control
 from tokenfleet.worker.dispatch import Dispatcher
+from tokenfleet.worker.drain import Drain
 from tokenfleet.worker.engine_host import EngineHost, EngineLost
 from tokenfleet.worker.engine_process import EngineHandle, EngineInfo
 from tokenfleet.worker.health import HealthServer
 from tokenfleet.worker.intake import Intake
-from tokenfleet.worker.jobs import Job, Stage
 from tokenfleet.worker.lease import LeaseKeeper
 from tokenfleet.worker.prepare import Preparer
+from tokenfleet.worker.presence import Presence, StartFigures
 from tokenfleet.worker.publisher import Publisher
 from tokenfleet.worker.queue import JobQueue
 from tokenfleet.worker.reaper import Reaper
@@ -45,8 +45,6 @@ from tokenfleet.worker.settings import WorkerSettings, engine_config
 from tokenfleet.worker.telemetry import Telemetry
 
 EXIT_OK, EXIT_ENGINE, EXIT_BAD_INPUT, EXIT_BROKER = 0, 1, 2, 3
-HEARTBEAT_S = 4.0
-HEARTBEAT_TTL_S = 15.0
 TELEMETRY_TIMEOUT_S = 2.0
 CONNECT_TIMEOUT_S = 10.0
 
@@ -71,7 +69,7 @@ class WorkerService:
         started: float | None = None,
         make_engine: Callable[[], EngineHandle] | None = None,
     ) -> None:
-        self._started = time.monotonic() if started is None else started
+        self._figures = StartFigures(started)
         self.settings = settings
         self._make_engine = make_engine or self._new_engine
         self.worker_id = settings.worker_id or _new_worker_id()
@@ -97,12 +95,10 @@ class WorkerService:
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._registered = False
-        self._marks: dict[str, float] = {}
 
     async def run(self) -> int:
         """Serve until drained or beyond help."""
-        self._mark("imports_s")
+        self._figures.mark("imports_s")
         self._listen_to_signals()
         self._wire()
         self._start("engine", self._host.run())  # first: loading the model takes longest
@@ -127,7 +123,7 @@ class WorkerService:
             return EXIT_BAD_INPUT
         for warning in warnings:
             log.warning("broker_setting", problem=warning)
-        self._mark("broker_s")
+        self._figures.mark("broker_s")
         self._preparer.codec = codec
         if codec.chat_template is not None:
             self._preparer.warm()
@@ -177,6 +173,9 @@ class WorkerService:
             healthy=lambda: self._host.ready,
         )
         self._reaper = Reaper(self._queue, self._broker, lease_s=settings.lease_s)
+        self._presence = Presence(
+            self._queue, self._broker, about=self._about, on_registered=self._registered
+        )
         self._control = Control(
             self._connection,
             self._broker,
@@ -205,7 +204,7 @@ class WorkerService:
         self._start("leases", self._leases.run())
         self._start("reaper", self._reaper.run())
         self._start("control", self._control.run())
-        self._start("heartbeat", self._heartbeat())
+        self._start("presence", self._presence.run())
         stop = asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait((*self._tasks, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -213,43 +212,23 @@ class WorkerService:
             self._stop.set()
             self._intake.drain()
             await asyncio.wait((intake,))
-            await self._drain(grace_s=self.settings.grace_s if code == EXIT_OK else 0.0)
+            await Drain(self.roster, self._dispatcher).run(
+                grace_s=self.settings.grace_s if code == EXIT_OK else 0.0,
+                patience_s=self.settings.lease_s,
+                hurry=self._hurry,
+            )
         finally:
             stop.cancel()
             if health is not None:
                 await health.stop()
         return code
 
-    async def _drain(self, *, grace_s: float) -> None:
-        """Let running jobs finish within the grace time, and hand back the others."""
-        log.info("draining", jobs=len(self.roster), grace_s=grace_s)
-        unbegun = [job for job in self.roster if job.stage in (Stage.CLAIMED, Stage.READY)]
-        await self._hand_back([*unbegun, *self._dispatcher.waiting_in_engine()])
-        if grace_s:
-            hurry = asyncio.ensure_future(self._hurry.wait())
-            empty = asyncio.ensure_future(self._until_empty())
-            await asyncio.wait((hurry, empty), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
-            hurry.cancel()
-            empty.cancel()
-        await self._hand_back(list(self.roster))
-        with suppress(TimeoutError):  # ends that Redis has not taken yet
-            async with asyncio.timeout(self.settings.lease_s):
-                await self._until_empty()
-
-    async def _hand_back(self, jobs: list[Job]) -> None:
-        if jobs:
-            await self._dispatcher.hand_back(jobs, "drain")
-
-    async def _until_empty(self) -> None:
-        while len(self.roster):
-            await self.roster.change()
-
     async def _close(self) -> None:
         """Stop what still runs, leave the worker table, give telemetry a last chance."""
         await self._host.stop()
         await _end_all(self._tasks)
         await self._dispatcher.close()
-        if self._registered:
+        if self._presence.registered:
             with suppress(*BROKER_ERRORS):
                 async with asyncio.timeout(TELEMETRY_TIMEOUT_S):
                     await self._queue.leave()
@@ -266,7 +245,7 @@ class WorkerService:
 
     async def _load_codec(self) -> TextCodec:
         codec = await asyncio.to_thread(TextCodec.load, self.settings.model)
-        self._mark("tokenizer_s")
+        self._figures.mark("tokenizer_s")
         return codec
 
     async def _start_health(self) -> HealthServer | None:
@@ -292,53 +271,33 @@ class WorkerService:
             reasons.append("the engine is starting")
         if not self._broker.reachable:
             reasons.append("Redis is not reachable")
-        elif not self._registered:
+        elif not self._presence.registered:
             reasons.append("not registered yet")
         return reasons
 
     def _engine_ready(self, info: EngineInfo) -> None:
-        self._marks |= {"engine_imports_s": info.imports_s, "model_s": info.model_s}
+        self._figures.note(engine_imports_s=info.imports_s, model_s=info.model_s)
         log.info(
             "engine_ready", pid=self._host.pid, slots=info.slots, max_model_len=info.max_model_len
         )
         self._say_ready()
 
-    def _say_ready(self) -> None:
-        """The start-up figures, once engine and registration are both there."""
-        if self._registered and self._host.ready and "total_s" not in self._marks:
-            self._mark("total_s")
-            figures = {name: round(seconds, 3) for name, seconds in self._marks.items()}
-            log.info("worker_ready", model=self.settings.served_name, **figures)
+    def _registered(self) -> None:
+        self._figures.mark("registered_s")
+        self._say_ready()
 
-    async def _heartbeat(self) -> None:
-        """Keep this worker's line in the worker table."""
-        while True:
-            try:
-                await self._queue.heartbeat(self._about(), ttl_s=HEARTBEAT_TTL_S)
-            except BROKER_ERRORS as error:
-                self._broker.away("heartbeat", error)
-                await self._broker.pause()
-                continue
-            self._broker.reached()
-            if not self._registered:
-                self._registered = True
-                self._mark("registered_s")
-                self._say_ready()
-            await asyncio.sleep(HEARTBEAT_S)
+    def _say_ready(self) -> None:
+        if self._presence.registered and self._host.ready:
+            self._figures.say(self.settings.served_name)
 
     def _about(self) -> dict[str, str | int | float]:
         return {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
             "slots": self.roster.slots,
             "running": self.roster.running,
             "owned": len(self.roster),
             "engine": "ready" if self._host.ready else "starting",
             "draining": int(self._stop.is_set()),
         }
-
-    def _mark(self, name: str) -> None:
-        self._marks[name] = time.monotonic() - self._started
 
     def _listen_to_signals(self) -> None:
         loop = asyncio.get_running_loop()

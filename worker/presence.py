@@ -1,0 +1,89 @@
+"""This worker in the eyes of others: its line in the worker table, and what its start took.
+
+A worker that is not in the table serves all the same; nobody's job depends on the line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from tokenfleet.worker.broker import BROKER_ERRORS, Broker
+from tokenfleet.worker.queue import JobQueue
+
+HEARTBEAT_S = 4.0
+HEARTBEAT_TTL_S = 15.0
+
+log = structlog.get_logger()
+
+
+class Presence:
+    """Keeps the line fresh.
+
+    Args:
+        about: the figures of the moment.
+        on_registered: called once, when the line is there for the first time.
+    """
+
+    def __init__(
+        self,
+        queue: JobQueue,
+        broker: Broker,
+        *,
+        about: Callable[[], Mapping[str, str | int | float]],
+        on_registered: Callable[[], None],
+    ) -> None:
+        self._queue = queue
+        self._broker = broker
+        self._about = about
+        self._on_registered = on_registered
+        self._fixed: dict[str, str | int | float] = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+        self.registered = False
+
+    async def run(self) -> None:
+        """Write the line every few seconds until cancelled."""
+        while True:
+            try:
+                await self._queue.heartbeat({**self._fixed, **self._about()}, ttl_s=HEARTBEAT_TTL_S)
+            except BROKER_ERRORS as error:
+                self._broker.away("heartbeat", error)
+                await self._broker.pause()
+                continue
+            self._broker.reached()
+            if not self.registered:
+                self.registered = True
+                self._on_registered()
+            await asyncio.sleep(HEARTBEAT_S)
+
+
+class StartFigures:
+    """How long each part of the start took, said once."""
+
+    def __init__(self, started: float | None = None) -> None:
+        self._started = time.monotonic() if started is None else started
+        self._figures: dict[str, float] = {}
+        self._said = False
+
+    def mark(self, name: str) -> None:
+        """This part is done now; counted from the start of the process."""
+        self._figures.setdefault(name, time.monotonic() - self._started)
+
+    def note(self, **seconds: float) -> None:
+        """Figures that others measured."""
+        self._figures |= seconds
+
+    def say(self, model: str) -> None:
+        """One line, the first time."""
+        if not self._said:
+            self._said = True
+            self.mark("total_s")
+            figures = {name: round(seconds, 3) for name, seconds in self._figures.items()}
+            log.info("worker_ready", model=model, **figures)
