@@ -28,6 +28,7 @@ from redis.exceptions import (
     NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
+    RedisClusterException,
     RedisError,
     ResponseError,
     TimeoutError,
@@ -47,7 +48,10 @@ CLUSTER_PARTITIONS = 16
 
 _MINIMUM = {"redis": (7, 0), "valkey": (7, 2)}
 _PAUSES_S = (0.0, 0.05, 0.1, 0.2, 0.4)
-_PASSING = (ConnectionError, TimeoutError, ReadOnlyError, ClusterDownError, OSError)
+_PASSING = (
+    *(ConnectionError, TimeoutError, ReadOnlyError, OSError),
+    *(ClusterDownError, RedisClusterException),
+)
 _REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
 _CARRIED_OVER = frozenset(
     {"host", "port", "db", "username", "password", "path", "client_name", "credential_provider"}
@@ -96,7 +100,7 @@ class Connection:
         client = self.client
         if not self._checked:
             if self.cluster:
-                await client.initialize()
+                await self._persist(client.initialize, self.connect_timeout_s)
             reply = await self.execute("HELLO", **self._any_node())
             _check_version(_pairs(reply))
             self._checked = client is self._client

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisClusterException, RedisError
 
 from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import BrokerUnavailable
@@ -191,8 +191,9 @@ class _Line:
         """Connect, subscribe, listen; on any loss once more, for ever."""
         tries = 0
         while True:
-            wire = self._make()
+            wire = None
             try:
+                wire = self._make()
                 await wire.connect()
                 wire.socket_timeout = None  # silence is no fault here
                 self._wire = wire
@@ -201,7 +202,7 @@ class _Line:
                     await self._say(self._command, channel.decode())
                 while True:
                     self._hear(await wire.read_response(push_request=True))
-            except (RedisError, OSError):
+            except (RedisError, RedisClusterException, OSError):
                 # the reason is not lost: whoever waits meets it on the command connection
                 await asyncio.sleep(_PAUSES_S[min(tries, len(_PAUSES_S) - 1)])
                 tries += 1
@@ -211,7 +212,8 @@ class _Line:
                     event.clear()
                 for event in self._gone.values():
                     event.set()
-                await wire.disconnect(nowait=True)
+                if wire is not None:
+                    await wire.disconnect(nowait=True)
 
     def _hear(self, reply: Any) -> None:
         if not isinstance(reply, list | tuple) or len(reply) < 3:

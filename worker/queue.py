@@ -226,7 +226,7 @@ class JobQueue:
         """Release what this worker holds and does not know. No claim may be in flight."""
         released: set[str] = set()
         for partition in self._partitions():
-            args = [self.worker_id, *known_ids]
+            args = [self.worker_id, *self._ttls, *known_ids]
             ids = await self._run(PHANTOMS, partition, self._streams(partition), args)
             released.update(job_id.decode() for job_id in ids)
         return frozenset(released)

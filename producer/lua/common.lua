@@ -149,3 +149,13 @@ local function count_failure(id, job)
 end
 
 local function past(deadline, now) return deadline and deadline ~= '0' and tonumber(deadline) <= now end
+
+-- A job that its worker hands back, or lost: to the front of its class, or to the end that was asked
+-- for. It must be out of its queue already.
+local function put_back(id, job, now, result_ttl, log_ttl)
+  if job.cancel or past(job.deadline, now) then
+    end_job(id, job, job.cancel and 'cancelled' or 'expired', now, result_ttl, log_ttl)
+  else
+    enqueue(id, queue_of(job) .. ':front')
+  end
+end

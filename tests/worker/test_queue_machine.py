@@ -221,7 +221,7 @@ class QueueMachine(RuleBasedStateMachine):
         if not current or held.job.id in known:
             return
         assert self.do(self.queues[held.worker].release_phantoms(known)) == {held.job.id}
-        self.jobs[held.job.id].state = State.WAITING
+        self.back(self.jobs[held.job.id])
         self.held.remove(held)
 
     # what must hold

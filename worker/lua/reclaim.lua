@@ -17,14 +17,13 @@ local function move_on(id, job)
   moved = moved + 1
   unqueue(job.stream, job.entry)
   local failures = count_failure(id, job)
-  if job.cancel or past(job.deadline, now) then
-    end_job(id, job, job.cancel and 'cancelled' or 'expired', now, ARGV[6], ARGV[7])
-  elseif failures > tonumber(job.max_failures or ARGV[5]) then
+  local wanted = not job.cancel and not past(job.deadline, now)
+  if wanted and failures > tonumber(job.max_failures or ARGV[5]) then
     end_job(id, job, 'failed', now, ARGV[6], ARGV[7], 'worker_died',
       'its lease ended ' .. failures .. ' times without a new token; the last worker was ' .. job.owner)
     bury(id, now)
   else
-    enqueue(id, queue_of(job) .. ':front')
+    put_back(id, job, now, ARGV[6], ARGV[7])
   end
 end
 

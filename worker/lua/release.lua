@@ -7,21 +7,15 @@
 
 local now, replies = now_ms(), {}
 
-local function release(key, id, job)
-  unqueue(job.stream, job.entry)
-  if job.cancel or past(job.deadline, now) then
-    end_job(id, job, job.cancel and 'cancelled' or 'expired', now, ARGV[3], ARGV[4])
-  else
-    enqueue(id, queue_of(job) .. ':front')
-  end
-end
-
 for k, key in ipairs(KEYS) do
   local id, attempt = ARGV[3 + 2 * k], ARGV[4 + 2 * k]
   local job = fields(key, 'state', 'attempt', 'stream', 'entry', 'model', 'priority', 'cancel', 'deadline',
     'offset', 'last', 'idem')
   local mine = job.state == 'running' and job.attempt == attempt
-  if mine then release(key, id, job) end
+  if mine then
+    unqueue(job.stream, job.entry)
+    put_back(id, job, now, ARGV[3], ARGV[4])
+  end
   replies[k] = mine and 1 or 0
 end
 return replies
