@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from tokenfleet.worker.exporters import Exporters
 
 MODEL_NAME = "smollm2"
-SLOTS = 3
-"""Per worker; fewer than there are jobs, so that some wait until a slot is free."""
+SLOTS = 6
+"""Per worker; fewer than there are jobs, so that both workers have some."""
 LEASE_S = 2.0
 """How long the killed worker's jobs wait before they move on."""
 KILL_AFTER_TOKENS = 20
@@ -38,7 +38,7 @@ ARRIVAL_S = 0.4
 PROMPTS: tuple[tuple[str, int], ...] = (
     ("Tell me a short story about a lighthouse keeper.", 160),
     ("Write a haiku about rivers.", 32),
-    ("List five uses of a paper clip.", 110),
+    ("What can one do with a paper clip?", 110),
     ("Explain to a child what a queue is.", 90),
     ("Describe the smell of rain.", 60),
     ("Give me three tips for learning to cook.", 140),
@@ -203,7 +203,11 @@ class Demo:
                 model=MODEL_NAME,
                 messages=[{"role": "user", "content": prompt}],
                 sampling=SamplingParams(
-                    max_tokens=max_tokens, temperature=0.6, top_p=0.9, seed=job.number
+                    max_tokens=max_tokens,
+                    temperature=0.6,
+                    top_p=0.9,
+                    repetition_penalty=1.1,
+                    seed=job.number,
                 ),
                 priority="interactive",
             )
