@@ -1,0 +1,106 @@
+"""One trace from the producer to the last token, through a real worker and over OTLP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+
+from tokenfleet.producer import AsyncClient, SamplingParams
+from tokenfleet.producer.embedded import EmbeddedServer
+from tokenfleet.worker.worker_process import WorkerProcess
+
+
+@pytest.fixture
+def worker_of(tmp_path: Path, byte_tokenizer: Path) -> Callable[..., WorkerProcess]:
+    def make(server: EmbeddedServer, **settings: object) -> WorkerProcess:
+        return WorkerProcess(
+            "w1",
+            {
+                "redis_url": server.url,
+                "model": byte_tokenizer,
+                "model_name": "echo",
+                "simulated_step_ms": 2,
+                **settings,
+            },
+            tmp_path / "worker.log",
+        )
+
+    return make
+
+
+@contextmanager
+def a_request(name: str) -> Iterator[str]:
+    """A span as a backend service has one around its work; its trace id."""
+    provider = TracerProvider(shutdown_on_exit=False)
+    with provider.get_tracer("backend").start_as_current_span(name) as span:
+        yield f"{span.get_span_context().trace_id:032x}"
+    provider.shutdown()
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+async def test_a_jobs_trace_goes_from_the_producer_to_its_last_token(
+    protocol: str, request: Any, worker_of: Any
+) -> None:
+    received = request.getfixturevalue(f"{protocol}_receiver")
+    with EmbeddedServer() as server:
+        worker = worker_of(server, otlp_endpoint=received.endpoint, otlp_protocol=protocol)
+        await worker.start()
+        async with AsyncClient(server.url) as client:
+            with a_request("handle") as trace_id:
+                job = await client.submit(
+                    model="echo",
+                    messages=[{"role": "user", "content": "hi"}],
+                    sampling=SamplingParams(max_tokens=5),
+                )
+                sender = trace.get_current_span().get_span_context().span_id
+            await job.result(timeout_s=30)
+        assert await worker.stop() == 0
+    spans = received.next_spans()
+    process, chat = spans["process echo:default"], spans["chat echo"]
+    assert process.trace_id.hex() == chat.trace_id.hex() == trace_id
+    assert process.parent_span_id.hex() == f"{sender:016x}", "no SDK here: send makes no span"
+    assert chat.parent_span_id == process.span_id
+    assert [event.name for event in chat.events] == ["claimed", "first_token"]
+    attributes = {pair.key: pair.value for pair in chat.attributes}
+    assert attributes["gen_ai.usage.output_tokens"].int_value == 5
+    assert "gen_ai.server.time_to_first_token" in received.metric_names()
+
+
+async def test_the_jobs_of_a_batch_link_to_their_producer(
+    grpc_receiver: Any, worker_of: Any
+) -> None:
+    with EmbeddedServer() as server:
+        worker = worker_of(server, otlp_endpoint=grpc_receiver.endpoint)
+        await worker.start()
+        async with AsyncClient(server.url) as client:
+            with a_request("handle") as trace_id:
+                one = {"model": "echo", "prompt": "hi", "sampling": SamplingParams(max_tokens=2)}
+                (job,) = await client.submit_many([one])
+            await job.result(timeout_s=30)
+        assert await worker.stop() == 0
+    process = grpc_receiver.next_spans()["process echo:default"]
+    assert process.trace_id.hex() != trace_id
+    assert [link.trace_id.hex() for link in process.links] == [trace_id]
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+async def test_a_worker_with_a_dead_collector_serves_and_ends_as_ever(
+    protocol: str, black_hole: str, worker_of: Any
+) -> None:
+    with EmbeddedServer() as server:
+        worker = worker_of(server, otlp_endpoint=black_hole, otlp_protocol=protocol, grace_s=1)
+        await worker.start()
+        async with AsyncClient(server.url) as client:
+            sampling = SamplingParams(max_tokens=200)
+            jobs = await client.submit_many(
+                {"model": "echo", "prompt": "hi", "sampling": sampling} for _ in range(20)
+            )
+            for job in jobs:
+                assert (await job.result(timeout_s=60)).usage.completion_tokens == 200
+        assert await worker.stop(patience_s=30.0) == 0, "it ended by itself, and not by SIGKILL"
