@@ -12,7 +12,7 @@ from typing import Any
 from tokenfleet.producer.request import MAX_JOB_BYTES, JobRequest
 from tokenfleet.producer.sampling_params import SamplingParams
 from tokenfleet.producer.states import MOVES, State
-from tokenfleet.producer.wire import SCHEMA_VERSION, build, pack, unpack, wire_of
+from tokenfleet.producer.wire import SCHEMA_VERSION, build, pack, unpack, wire_of, write
 
 __all__ = [
     "MAX_JOB_BYTES",
@@ -70,9 +70,15 @@ class Event:
     def pack(self) -> bytes:
         """The bytes for the log."""
         if self._is_plain():
-            wire: dict[str, Any] = {"offset": self.offset, "attempt": self.attempt}
-            wire |= {"token_ids": self.token_ids, "text": self.text}
-            return pack(wire)
+            return write(
+                {
+                    "v": SCHEMA_VERSION,
+                    "offset": self.offset,
+                    "attempt": self.attempt,
+                    "token_ids": self.token_ids,
+                    "text": self.text,
+                }
+            )
         wire = wire_of(self)
         if self.error is not None:
             wire["error"] = [self.error.code, self.error.message]
@@ -80,8 +86,15 @@ class Event:
 
     def _is_plain(self) -> bool:
         """Tokens and text of choice 0 and nothing else: nearly every event of a fleet."""
-        rest = (self.finish_reason, self.logprobs, self.prompt_logprobs, self.stop, self.error)
-        return not (self.choice or self.final) and all(value is None for value in rest)
+        return (
+            self.finish_reason is None
+            and self.logprobs is None
+            and self.prompt_logprobs is None
+            and self.stop is None
+            and self.error is None
+            and not self.choice
+            and not self.final
+        )
 
     @classmethod
     def unpack(cls, packed: bytes) -> Event:

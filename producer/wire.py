@@ -37,7 +37,7 @@ def wire_of(record: Any) -> dict[str, Any]:
 def pack(wire: dict[str, Any]) -> bytes:
     """The map as bytes. Raises InvalidJob for values that msgpack does not have."""
     try:
-        return _write({"v": SCHEMA_VERSION, **wire})
+        return write({"v": SCHEMA_VERSION, **wire})
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InvalidJob(
             "job", str(error), "must hold only texts, numbers, lists and mappings"
@@ -87,10 +87,11 @@ _packer = msgpack.Packer(default=_as_map)
 _lock = threading.Lock()
 
 
-def _write(wire: dict[str, Any]) -> bytes:
-    """One packer for all: making one costs more than packing an event. It is not thread-safe."""
-    with _lock:
-        return bytes(_packer.pack(wire))
+def write(wire: dict[str, Any]) -> bytes:
+    """The map as it is. One packer for all: to make one costs more than to pack an event."""
+    with _lock:  # a packer is not thread-safe
+        packed: bytes = _packer.pack(wire)
+        return packed
 
 
 Layout = tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]], tuple[Any, ...]]

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from tokenfleet.producer.errors import TokenfleetError
-from tokenfleet.producer.keys import partition_of
 from tokenfleet.producer.protocol import Event, JobRequest, JobResult, State
 
 FENCED, BEHIND, CANCELLED, EXPIRED = 1, 2, 4, 8
@@ -142,10 +141,11 @@ def last_reason(state: State, result: JobResult | None) -> str:
 
 def by_partition(items: Iterable[Item], job_id: Callable[[Item], str]) -> dict[int, list[Item]]:
     """Items by the partition that their job lives in: one call each."""
-    groups: dict[int, list[Item]] = {}
+    groups: dict[str, list[Item]] = {}
     for item in items:
-        groups.setdefault(partition_of(job_id(item)), []).append(item)
-    return groups
+        # the part after the dot; ids that come here have been checked when they came in
+        groups.setdefault(job_id(item).rpartition(".")[2], []).append(item)
+    return {int(partition): group for partition, group in groups.items()}
 
 
 def text(value: Any) -> str:

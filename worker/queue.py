@@ -141,12 +141,12 @@ class JobQueue:
         logged: dict[str, int] = {}
         for partition, group in by_partition(emissions, lambda one: one.job_id).items():
             names = self._connection.keys(partition)
-            keys: list[str] = []
+            keys = [names.job(one.job_id) for one in group]
             args: list[Any] = []
             for one in group:
-                keys += (names.job(one.job_id), names.events(one.job_id))
-                args += (one.job_id, one.attempt, one.start_offset, len(one.events))
-                args += flat(one.events)
+                ends = " ".join([str(event.end) for event in one.events])
+                args.append(f"{one.job_id} {one.attempt} {one.start_offset} {ends}")
+                args += [event.pack() for event in one.events]
             reply = await self._run(EMIT, partition, keys, args)
             for position, code, offset in zip(*[iter(reply)] * 3):
                 job_id = group[position - 1].job_id

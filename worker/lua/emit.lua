@@ -1,8 +1,8 @@
 -- emit: log and announce what a worker's running jobs have made, for all of them at once.
 --
--- KEYS    per job: job hash, event log
--- ARGV[3] and on, per job: id, attempt, start offset, number of events, then per event the offset
---         after it and its payload
+-- KEYS    per job: job hash
+-- ARGV[3] and on, per job: one text `<id> <attempt> <start offset> <offset after each event> ...`, then
+--         the payload of each event (few arguments: the client pays for each)
 -- Returns triples, flat, for the jobs that there is something to say of: position (from 1), code,
 --         offset logged. code is a sum: 1 fenced (another attempt, or ended: stop, throw away),
 --         2 behind (the log does not end where these events start: nothing was written, go on from
@@ -40,14 +40,19 @@ local function emit(key, id, attempt, start, events)
   return code, offset
 end
 
-for k = 1, #KEYS, 2 do
+for k, key in ipairs(KEYS) do
+  local id, attempt, start, rest = string.match(ARGV[a], '^(%S+) (%d+) (%d+)(.*)$')
   local events = {}
-  for i = 1, 2 * tonumber(ARGV[a + 3]) do events[i] = ARGV[a + 3 + i] end
-  local code, offset = emit(KEYS[k], ARGV[a], ARGV[a + 1], tonumber(ARGV[a + 2]), events)
+  for after in string.gmatch(rest, '%d+') do
+    a = a + 1
+    events[#events + 1] = after
+    events[#events + 1] = ARGV[a]
+  end
+  local code, offset = emit(key, id, attempt, tonumber(start), events)
   if code > 0 then
     local n = #replies
-    replies[n + 1], replies[n + 2], replies[n + 3] = (k + 1) / 2, code, offset
+    replies[n + 1], replies[n + 2], replies[n + 3] = k, code, offset
   end
-  a = a + 4 + #events
+  a = a + 1
 end
 return replies
