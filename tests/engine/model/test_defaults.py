@@ -10,7 +10,7 @@ from tokenfleet.engine.model.defaults import DEFAULTS, REQUIRED
 from tokenfleet.engine.model.families import read_spec
 
 SIZES = {
-    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 9,
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 30,
     "num_attention_heads": 32, "max_position_embeddings": 512,
 }  # fmt: skip
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -54,16 +54,16 @@ def test_layers_of_a_sparse_config_are_those_of_transformers(family, switches, t
     fields = {"model_type": family, **SIZES, **switches}
     config, spec = theirs(fields), read_spec(written(tmp_path, fields))
     everywhere = config.sliding_window if hasattr(config, "sliding_window") else None
-    kinds = getattr(config, "layer_types", None) or [SLIDING if everywhere else FULL] * 9
+    kinds = getattr(config, "layer_types", None) or [SLIDING if everywhere else FULL] * 30
     windows = [config.sliding_window if kind == SLIDING else None for kind in kinds]
     assert [layer.window for layer in spec.layers] == windows
     assert spec.num_kv_heads == config.num_key_value_heads
     assert spec.head_dim == (getattr(config, "head_dim", None) or 8)
     assert spec.vocab_size == 512
-    turns = getattr(config, "no_rope_layers", [1] * 9)
+    turns = getattr(config, "no_rope_layers", [1] * 30)
     assert [layer.rope is not None for layer in spec.layers] == [bool(t) for t in turns]
     experts = getattr(config, "num_local_experts", None)
-    assert [layer.moe.num_experts if layer.moe else None for layer in spec.layers] == [experts] * 9
+    assert [layer.moe.num_experts if layer.moe else None for layer in spec.layers] == [experts] * 30
 
 
 @pytest.mark.parametrize(
