@@ -48,9 +48,7 @@ class EngineConfig:
     """auto = the checkpoint's on CUDA, the fastest measured one on a CPU."""
     device: str = "auto"
     quantization: str | None = None
-    """None, "int8" (CPU) or "fp8" (CUDA)."""
-    overlap: bool = True
-    """Schedule the next step while the device runs this one (CUDA only)."""
+    """None or "int8": weights and activations of the layers' products in 8 bits, on a CPU."""
     seed: int | None = None
     """Source of the seeds of requests that bring none; None = random."""
 

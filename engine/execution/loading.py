@@ -8,6 +8,7 @@ from typing import Protocol
 
 from tokenfleet.engine.config import EngineConfig
 from tokenfleet.engine.execution.placement import (
+    check_quantization,
     pick_block_size,
     pick_device,
     pick_dtype,
@@ -62,6 +63,7 @@ def load_model(config: EngineConfig, known_vocab: int | None = None) -> LoadedMo
     """
     path = Path(config.model)
     device = pick_device(config)
+    check_quantization(config, device)
     block_size = pick_block_size(config, device)
     spec = read_spec(path, max_model_len=config.max_model_len)
     max_len = pick_max_len(config, spec)

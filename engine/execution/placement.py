@@ -46,6 +46,20 @@ def pick_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> t
     return torch.float32
 
 
+def check_quantization(config: EngineConfig, device: torch.device) -> None:
+    """Refuse a quantization that this device has no products for.
+
+    Raises:
+        ConfigError: naming what works here.
+    """
+    works_here = (None, "int8") if device.type == "cpu" else (None,)
+    if config.quantization not in works_here:
+        raise ConfigError(
+            f"quantization {config.quantization!r} is not available on {device.type}; "
+            f"use one of {works_here}"
+        )
+
+
 def pick_block_size(config: EngineConfig, device: torch.device) -> int:
     """Tokens per block: the configured number, else 16 on CUDA and 32 on a CPU."""
     return config.block_size or (16 if device.type == "cuda" else 32)
