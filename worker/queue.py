@@ -13,10 +13,11 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from tokenfleet.producer.connection import Broker, Connection
-from tokenfleet.producer.errors import UndecodableJob
+from tokenfleet.producer.errors import BrokerUnavailable, UndecodableJob
 from tokenfleet.producer.keys import PRIORITIES, check_name, partition_of
 from tokenfleet.producer.protocol import Event, EventError, JobResult, State
 from tokenfleet.producer.scripts import Script, load
@@ -109,12 +110,23 @@ class JobQueue:
         return await self._groups.policy_warnings()
 
     async def claim(self, count: int) -> list[ClaimedJob]:
-        """Take up to `count` waiting jobs. Never repeated; a lost reply leaves phantoms."""
+        """Take up to `count` waiting jobs. Never repeated; a lost reply leaves phantoms.
+
+        Raises BrokerUnavailable only when nothing was claimed: what came before the connection
+        broke is returned.
+        """
         jobs: list[ClaimedJob] = []
         self._next_due_ms = None
-        for partition in self._partitions():
-            if len(jobs) < count:
-                jobs += await self._claim_in(partition, min(count - len(jobs), MOST_PER_CLAIM))
+        try:
+            for partition in self._partitions():
+                while (want := min(count - len(jobs), MOST_PER_CLAIM)) > 0:
+                    taken, found = await self._claim_in(partition, want)
+                    jobs += found
+                    if taken < want:
+                        break
+        except BrokerUnavailable:
+            if not jobs:
+                raise
         self._first_partition = (self._first_partition + 1) % self._connection.partitions
         return jobs
 
@@ -255,7 +267,8 @@ class JobQueue:
         if self._owns:
             await self._connection.aclose()
 
-    async def _claim_in(self, partition: int, count: int) -> list[ClaimedJob]:
+    async def _claim_in(self, partition: int, count: int) -> tuple[int, list[ClaimedJob]]:
+        """One call. Returns how many jobs it took, and those that can be read."""
         offers = self._order.plan(count)
         keys = [key for offer in offers for key in self._pair(partition, offer.priority)]
         args = [self.worker_id, self._lease_ms, count, *self._ttls]
@@ -270,7 +283,8 @@ class JobQueue:
         if lasts:
             self._doorbell.seen(partition, {key: text(last) for key, last in zip(keys, lasts)})
         self._order.claimed(Counter(text(raw[5]) for raw in found), count=count)
-        return [job for raw in found if (job := await self._decode(raw, now)) is not None]
+        jobs = [await self._decode(raw, now) for raw in found]
+        return len(found), [job for job in jobs if job is not None]
 
     async def _decode(self, raw: Sequence[Any], now_ms: int) -> ClaimedJob | None:
         """The job; None when nobody can read it: it is dead-lettered then."""
@@ -278,7 +292,8 @@ class JobQueue:
             return claimed_job(raw, now_ms)
         except UndecodableJob as error:
             why = ("undecodable", str(error))
-            await self._fail(text(raw[0]), raw[1], *why, retryable=False, bury=True)
+            with suppress(BrokerUnavailable):  # its lease ends then, and another worker says so
+                await self._fail(text(raw[0]), raw[1], *why, retryable=False, bury=True)
             return None
 
     async def _fail(

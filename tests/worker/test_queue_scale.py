@@ -1,0 +1,47 @@
+"""Many jobs: none lost while they wait, nothing left when they are done."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tokenfleet.producer.protocol import Choice, Event, JobResult
+
+RESULT = JobResult(choices=(Choice(text="a", token_ids=(1,), finish_reason="length"),))
+
+
+async def test_a_long_queue_loses_nothing(valkey_lab):
+    client = valkey_lab.client()
+    jobs = await client.submit_many([{"model": "m", "prompt": "x"}] * 10_000)
+    queue = await valkey_lab.queue()
+    assert (await queue.backlog())["default"] == 10_000
+    found = [job.id for _ in range(79) for job in await queue.claim(128)]
+    assert sorted(found) == sorted(job.id for job in jobs)
+
+
+async def test_jobs_that_are_done_leave_nothing_behind_when_their_time_is_over(valkey_lab):
+    lab = valkey_lab
+    queue = await lab.queue(result_ttl_s=0.05, log_ttl_s=0.05)
+    await lab.client().submit_many(
+        [
+            {"model": "m", "prompt": "x", "idempotency_key": f"k{n}", "deadline_s": 60}
+            for n in range(500)
+        ]
+    )
+    for _ in range(4):
+        jobs = await queue.claim(128)
+        event = Event(offset=0, token_ids=(1,), text="a", attempt=1)
+        assert all(await asyncio.gather(*(queue.finish(job, [event], RESULT) for job in jobs)))
+    assert await lab.entries() == 0
+
+    async def only_queues_left() -> bool:
+        keys = await lab.raw.keys(f"{lab.keys.prefix}:*")
+        return all(key.startswith(f"{lab.keys.prefix}:q:".encode()) for key in keys)
+
+    await lab.until(only_queues_left)
+
+
+async def test_a_claim_asks_for_more_than_one_script_may_carry(valkey_lab):
+    client = valkey_lab.client()
+    await client.submit_many([{"model": "m", "prompt": "x"}] * 300)
+    queue = await valkey_lab.queue()
+    assert len(await queue.claim(300)) == 300
