@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import redis
 import redis.asyncio as aio
+from opentelemetry import trace
 
 from tokenfleet.producer import (
     AsyncClient,
@@ -22,6 +23,7 @@ from tokenfleet.producer import (
     ResultTimeout,
     SamplingParams,
     TokenfleetError,
+    tracing,
 )
 from tokenfleet.producer.connection import _check_version
 from tokenfleet.producer.embedded import EmbeddedServer
@@ -302,3 +304,38 @@ def _start_one(server: EmbeddedServer, namespace: str) -> None:
         await queue.aclose()
 
     asyncio.run(run())
+
+
+# the trace
+
+
+def _inside_a_trace() -> Any:
+    context = trace.SpanContext(
+        trace_id=0x0AF7651916CD43DD8448EB211C80319C,
+        span_id=0xB7AD6B7169203331,
+        is_remote=False,
+        trace_flags=trace.TraceFlags(1),
+    )
+    return trace.use_span(trace.NonRecordingSpan(context))
+
+
+async def test_the_trace_that_a_job_is_submitted_in_goes_with_it(valkey_lab):
+    client, queue = valkey_lab.client(), await valkey_lab.queue()
+    with _inside_a_trace():
+        job = await client.submit(model="m", prompt="x")
+        await client.submit_many([{"model": "m", "prompt": "x"}] * 2)
+    claimed = await queue.claim(3)
+    traces = [one.request.traceparent.split("-")[1] for one in claimed]
+    assert traces == ["0af7651916cd43dd8448eb211c80319c"] * 3
+    fields = await valkey_lab.fields(job.id)
+    assert fields["traceparent"] == claimed[0].request.traceparent
+
+
+async def test_a_job_outside_a_trace_carries_none_and_a_malformed_one_does_no_harm(valkey_lab):
+    client, queue = valkey_lab.client(), await valkey_lab.queue()
+    await client.submit(model="m", prompt="x")
+    await client.submit(model="m", prompt="x", traceparent="nonsense")
+    first, second = await queue.claim(2)
+    assert first.request.traceparent is None
+    assert second.request.traceparent == "nonsense"
+    assert tracing.trace_id_of("nonsense") is None

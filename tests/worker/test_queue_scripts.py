@@ -545,6 +545,13 @@ async def test_an_idle_worker_is_woken_by_a_released_job_and_a_due_one(lab):
     assert [job.id for job in await queue.claim(1)] == [delayed]
 
 
+async def test_an_idle_worker_waits_beyond_one_blocking_call_without_an_error(valkey_lab):
+    queue = await valkey_lab.queue()
+    assert await queue.claim(1) == []
+    assert await queue.wait(2.3) is False
+    assert await queue.wait(0.1) is False
+
+
 # the worker table
 
 
