@@ -11,6 +11,7 @@ import torch
 
 from tokenfleet.engine.config import EngineConfig
 from tokenfleet.engine.errors import ConfigError
+from tokenfleet.engine.execution.dtype_memory import fastest_dtype
 from tokenfleet.engine.model.decoder import Decoder
 from tokenfleet.engine.model.spec import ModelSpec
 
@@ -43,7 +44,8 @@ def pick_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> t
         return _DTYPES[config.dtype]
     if device.type == "cuda":
         return _DTYPES[spec.dtype]
-    return torch.float32
+    narrow = [torch.float16] if spec.float16_safe else []
+    return fastest_dtype([torch.float32, torch.bfloat16, *narrow])
 
 
 def check_quantization(config: EngineConfig, device: torch.device) -> None:
