@@ -14,51 +14,23 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from tokenfleet.producer import tracing
 from tokenfleet.producer.connection import Broker, Connection
-from tokenfleet.producer.errors import (
-    DeadlineExceeded,
-    InvalidJob,
-    JobCancelled,
-    JobExpired,
-    JobFailed,
-    ResultTimeout,
-    TokenfleetError,
-)
+from tokenfleet.producer.errors import InvalidJob, TokenfleetError
 from tokenfleet.producer.hub import Hub
-from tokenfleet.producer.keys import check_name, keys_of, partition_of
-from tokenfleet.producer.protocol import (
-    MAX_JOB_BYTES,
-    Event,
-    EventError,
-    JobRequest,
-    JobResult,
-    JobStatus,
-    SamplingParams,
-    State,
-)
-from tokenfleet.producer.stream import SILENCE_S, JobReader, as_int
+from tokenfleet.producer.job import AsyncJob, Link
+from tokenfleet.producer.keys import check_name, partition_of
+from tokenfleet.producer.protocol import MAX_JOB_BYTES, JobRequest, SamplingParams
+from tokenfleet.producer.stream import SILENCE_S, JobReader
 from tokenfleet.producer.submission import Accepted, Submission
 
 DEFAULT_URL = "redis://localhost:6379/0"
 RESULT_TTL_S = 3600.0
 LOG_TTL_S = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Link:
-    """What one process and event loop uses of a client."""
-
-    connection: Connection
-    submission: Submission
-    reader: JobReader
-    loop: asyncio.AbstractEventLoop
-    pid: int
 
 
 class AsyncClient:
@@ -97,7 +69,7 @@ class AsyncClient:
             "connect_timeout_s": connect_timeout_s,
         }
         self._first: Connection | None = Connection(redis_url, **self._options)
-        self._link: _Link | None = None
+        self._link: Link | None = None
 
     async def __aenter__(self) -> Self:
         await self.connect()
@@ -123,7 +95,7 @@ class AsyncClient:
             await link.connection.aclose()
 
     @property
-    def link(self) -> _Link:
+    def link(self) -> Link:
         """The connections of this process and event loop; a forked child gets new ones."""
         loop = asyncio.get_running_loop()
         link = self._link
@@ -138,13 +110,13 @@ class AsyncClient:
         self._link = self._new_link(loop)
         return self._link
 
-    def _new_link(self, loop: asyncio.AbstractEventLoop) -> _Link:
+    def _new_link(self, loop: asyncio.AbstractEventLoop) -> Link:
         connection, self._first = self._first, None
         if connection is None:
             connection = Connection(self._broker, **self._options)
         reader = JobReader(connection, Hub(connection), silence_s=self._silence_s, **self._ttls)
         submission = Submission(connection, max_job_bytes=self._max_job_bytes)
-        return _Link(connection, submission, reader, loop, os.getpid())
+        return Link(connection, submission, reader, loop, os.getpid())
 
     async def submit(
         self,
@@ -220,7 +192,7 @@ class AsyncClient:
     def job(self, job_id: str) -> AsyncJob:
         """A handle on a job that was submitted anywhere. Raises InvalidJob for what is no id."""
         partition_of(job_id)
-        return AsyncJob(self, job_id)
+        return AsyncJob(self._link_now, job_id)
 
     def _request(self, number: int, job: Mapping[str, Any]) -> JobRequest:
         given = {name: value for name, value in job.items() if value is not None}
@@ -229,130 +201,11 @@ class AsyncClient:
         except TypeError as error:
             raise InvalidJob(f"job {number}", sorted(job), f"must be submit's arguments ({error})")  # noqa: B904 # says it all
 
+    def _link_now(self) -> Link:
+        return self.link
+
     def _handle(self, accepted: Accepted) -> AsyncJob:
-        return AsyncJob(self, accepted.id, deduplicated=accepted.deduplicated)
-
-
-class AsyncJob:
-    """A handle on one job. It holds no resources."""
-
-    def __init__(self, client: AsyncClient, job_id: str, *, deduplicated: bool = False) -> None:
-        self._client = client
-        self.id = job_id
-        self.deduplicated = deduplicated
-        """True when the idempotency key had brought this job before."""
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.id}>"
-
-    def stream(self, from_offset: int = 0) -> AsyncIterator[Event]:
-        """Every event from `from_offset` on, each once and in order, to the terminal one.
-
-        Raises JobExpired and StreamInterrupted; how the job ended says the last event.
-        """
-        return self._client.link.reader.follow(self.id, from_offset)
-
-    async def status(self) -> JobStatus:
-        """The job now. Raises JobExpired when Redis does not know it."""
-        link = self._client.link
-        await link.connection.ready()
-        look = await link.reader.look(self.id, served=True)
-        if look.state is None:
-            raise JobExpired(self.id)
-        fields = look.fields
-        return JobStatus(
-            id=self.id,
-            state=look.state,
-            attempt=int(fields["attempt"]),
-            failures=int(fields["failures"]),
-            owner=fields.get("owner"),
-            offset=int(fields["offset"]),
-            model=fields["model"],
-            priority=fields["priority"],
-            submitted_ms=int(fields["submitted"]),
-            due_ms=as_int(fields, "due"),
-            deadline_ms=as_int(fields, "deadline"),
-            ended_ms=as_int(fields, "ended"),
-            cancel_requested="cancel" in fields,
-            served=look.served,
-            error=_error_of(fields),
-        )
-
-    async def cancel(self) -> State:
-        """Ask for the end. Returns the state then: `running` means its worker has been told.
-
-        Raises JobExpired when Redis does not know the job. On a job that has ended: nothing.
-        """
-        link = self._client.link
-        await link.connection.ready()
-        state = await link.reader.cancel(self.id)
-        if state is None:
-            raise JobExpired(self.id)
-        return state
-
-    async def result(self, timeout_s: float | None = None) -> JobResult:
-        """Wait for the end and return what came out.
-
-        Raises JobFailed, JobCancelled, DeadlineExceeded as the job ended, JobExpired when Redis no
-        longer knows it, and ResultTimeout after `timeout_s`: the job goes on then.
-        """
-        reader = self._client.link.reader
-        state: list[State] = []
-        try:
-            async with asyncio.timeout(timeout_s):
-                await _until_ended(reader, self.id, state)
-        except TimeoutError as error:
-            raise ResultTimeout(self.id, timeout_s or 0.0, state[-1] if state else "unknown") from (
-                error
-            )
-        return await self._fetch()
-
-    async def _fetch(self) -> JobResult:
-        connection = self._client.link.connection
-        job = keys_of(connection.namespace, self.id).job(self.id)
-        names = ("state", "result", "attempt", "error_code", "error_message")
-        values = await connection.execute("HMGET", job, *names)
-        state, packed, attempt, code, message = values
-        if state is None:
-            raise JobExpired(self.id)
-        if state == b"finished" and packed is not None:
-            return JobResult.unpack(packed)
-        if state == b"cancelled":
-            raise JobCancelled(self.id)
-        if state == b"expired":
-            raise DeadlineExceeded(self.id)
-        if state == b"failed":
-            raise JobFailed(self.id, code.decode(), message.decode(), int(attempt))
-        raise JobExpired(self.id, "the result")
-
-
-async def _until_ended(reader: JobReader, job_id: str, seen: list[State]) -> None:
-    """Return when the job has ended; its states go to `seen` meanwhile."""
-    ear = await reader.subscribe(job_id)
-    try:
-        while True:
-            look = await reader.look(job_id)
-            if look.state is None:
-                raise JobExpired(job_id)
-            seen[:] = [look.state]
-            if look.state.terminal:
-                return
-            message = await ear.get(reader.silence_s)
-            while isinstance(message, bytes) and _is_token(message):
-                message = await ear.get(reader.silence_s)
-    finally:
-        await reader.hub.unsubscribe(ear)
-
-
-def _is_token(message: bytes) -> bool:
-    """An announced event with tokens: not the end."""
-    return message.split(b" ", 2)[1].endswith(b"-0")
-
-
-def _error_of(fields: Mapping[str, str]) -> EventError | None:
-    if "error_code" not in fields:
-        return None
-    return EventError(fields["error_code"], fields["error_message"])
+        return AsyncJob(self._link_now, accepted.id, deduplicated=accepted.deduplicated)
 
 
 __all__ = ["AsyncClient", "AsyncJob"]
