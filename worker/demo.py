@@ -149,8 +149,8 @@ class Demo:
         for name in ("worker-1", "worker-2"):
             await self._start_worker(stack, name, server.url, model)
         client = await stack.enter_async_context(AsyncClient(server.url, tenant="demo"))
-        stack.enter_context(self._view.shown(self._jobs, self._elapsed))
-        await self._play(client, exporters)
+        with self._view.shown(self._jobs, self._elapsed):
+            await self._play(client, exporters)
         self._view.finish(self._jobs, self._trace_file, self._elapsed())
 
     async def _start_worker(self, stack: AsyncExitStack, name: str, url: str, model: Path) -> None:
