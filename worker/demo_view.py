@@ -187,10 +187,11 @@ def _tail(job: Watched, width: int) -> str:
 
 def summary(jobs: Sequence[Watched]) -> Table:
     """What each job came to."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("job", "tokens", "first token", "tokens/s", "attempts", "workers", "trace id"):
-        right = name in ("job", "tokens", "first token", "tokens/s", "attempts")
-        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for name in ("job", "tokens", "TTFT", "tok/s", "attempts"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("workers", no_wrap=True)
+    table.add_column("trace id", overflow="fold")
     for job in jobs:
         table.add_row(
             str(job.number),
