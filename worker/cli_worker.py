@@ -192,12 +192,16 @@ def _taken(port: int) -> bool:
 
 def _serve(settings: WorkerSettings, log_format: str) -> int:
     """Run the service on the fastest event loop there is; its exit code."""
+    from tokenfleet.worker.engine_process import new_engine
+
+    engine = new_engine(settings)
+    engine.launch()  # it loads its libraries while we load ours
     from tokenfleet.worker import logs
     from tokenfleet.worker.service import WorkerService
 
     async def serve() -> int:
         try:
-            service = WorkerService(settings, started=started_at())
+            service = WorkerService(settings, started=started_at(), first_engine=engine)
         except ValueError as error:
             base.say_error("SettingsError", str(error), Output.TEXT)
             return base.BAD_INPUT

@@ -9,10 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
 import signal
-import socket
-import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -23,6 +20,8 @@ from tokenfleet.engine.errors import CheckpointError, ConfigError, EngineError, 
 from tokenfleet.engine.request import EngineRequest
 from tokenfleet.engine.stats import StepStats
 from tokenfleet.worker import frames
+from tokenfleet.worker.engine_spawn import SpawnedEngine
+from tokenfleet.worker.settings import WorkerSettings, engine_config, engine_options
 
 READ_BYTES = 1 << 18
 
@@ -89,9 +88,9 @@ class EngineHandle:
     def __init__(self, config: EngineConfig, options: dict[str, Any] | None = None) -> None:
         self._config = config
         self._options = options or {}
-        self._process: asyncio.subprocess.Process | None = None
+        self._child: SpawnedEngine | None = None
         self._reader: asyncio.StreamReader
-        self._writer: asyncio.StreamWriter
+        self._writer: asyncio.StreamWriter | None = None
         self._buffer = frames.FrameBuffer()
         self._crash: str | None = None
         self._listens = False
@@ -102,35 +101,25 @@ class EngineHandle:
 
     @property
     def pid(self) -> int | None:
-        """The child's process id, once started."""
-        return self._process.pid if self._process else None
+        """The child's process id, once launched."""
+        return self._child.pid if self._child else None
+
+    def launch(self) -> None:
+        """Start the child without waiting for it; `start` goes on from here."""
+        init = frames.encode(frames.INIT, _plain_config(self._config), self._options)
+        self._child = SpawnedEngine(init)
 
     async def start(self) -> EngineInfo:
-        """Spawn the child and wait until its model is loaded.
+        """Launch the child, unless that is done, and wait until its model is loaded.
 
         Raises:
             ConfigError, UnsupportedModel, CheckpointError: the child's, with its message.
             EngineStartFailed: it died without one.
         """
-        ours, theirs = socket.socketpair()
-        try:
-            ours.setblocking(False)
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "tokenfleet.worker.engine_child",
-                str(theirs.fileno()),
-                str(os.getpid()),
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-            )
-            self._reader, self._writer = await asyncio.open_connection(sock=ours)
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        self._writer.write(frames.encode(frames.INIT, _plain_config(self._config), self._options))
+        if self._child is None:
+            self.launch()
+        assert self._child is not None
+        self._reader, self._writer = await asyncio.open_connection(sock=self._child.socket)
         try:
             return await self._ready()
         except BaseException:
@@ -162,33 +151,28 @@ class EngineHandle:
 
     async def stop(self, timeout_s: float = 5.0) -> None:
         """End the child: politely where it listens, and in any case."""
-        if self._process is not None and self._listens:
+        if self._child is not None and self._listens:
             self._send(frames.STOP)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), timeout_s)
+            await self._child.exit_code(timeout_s)
         await self.kill()
 
     async def kill(self) -> int:
-        """End the child now and reap it; returns its exit code (negative: a signal)."""
-        if self._process is None:
+        """End the child now and reap it; returns its exit code (negative: a signal).
+
+        A child that has closed its end is given a moment: its own exit code says more.
+        """
+        if self._child is None:
             return 0
-        with contextlib.suppress(ProcessLookupError):
-            if self._process.returncode is None and self._crash is None:
-                await self._let_it_die()
-        code = await self._process.wait()
+        connected = self._writer is not None
+        leaving = self._crash is not None or (connected and self._reader.at_eof())
+        code = await self._child.end(leaving=leaving)
+        if self._writer is None:
+            self._child.socket.close()
+            return code
         self._writer.close()
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
         return code
-
-    async def _let_it_die(self) -> None:
-        """A child that has closed its end is about to report its own exit code: do not mask it."""
-        assert self._process is not None
-        if self._reader.at_eof():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), 2.0)
-                return
-        self._process.kill()
 
     async def _ready(self) -> EngineInfo:
         for frame in await self._read_frames():
@@ -231,8 +215,13 @@ class EngineHandle:
         return batch
 
     def _send(self, kind: str, *fields: Any) -> None:
-        if not self._writer.is_closing():
+        if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frames.encode(kind, *fields))
+
+
+def new_engine(settings: WorkerSettings) -> EngineHandle:
+    """The engine that the settings ask for, not launched yet."""
+    return EngineHandle(engine_config(settings), engine_options(settings))
 
 
 def _plain_config(config: EngineConfig) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import Any
 
 from tokenfleet.engine.request import EngineRequest
+from tokenfleet.producer.keys import partition_of
 from tokenfleet.producer.protocol import Choice, Event, EventError, JobResult, Timings, Usage
 from tokenfleet.worker.choices import ChoiceState, TextStream
 from tokenfleet.worker.engine_process import StepEvent
@@ -80,6 +81,7 @@ class Job:
         self.id = claimed.id
         self.engine_id = f"{claimed.id}/{claimed.attempt}"
         """The attempt is part of it: a job claimed again never meets its old self."""
+        self.partition = partition_of(claimed.id)
         self.claimed_at = time.monotonic() if now is None else now
         self.lease_until = 0.0
         """Monotonic; set by whoever renews."""

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from tokenfleet.producer.keys import partition_of
 from tokenfleet.worker.broker import BROKER_ERRORS, Broker, blames_request
 from tokenfleet.worker.jobs import Job, Stage
 from tokenfleet.worker.queue import Emission, EmitOutcome, JobQueue, LogBehind
@@ -115,7 +114,7 @@ class Publisher:
         ]
         if not calls:
             return True
-        done = await asyncio.gather(*calls)
+        done = [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
         self._flushed(time.monotonic() - started)
         return all(done)
 
@@ -198,5 +197,5 @@ class Publisher:
 def _by_partition(jobs: Iterable[Job]) -> list[list[Job]]:
     groups: dict[int, list[Job]] = {}
     for job in jobs:
-        groups.setdefault(partition_of(job.id), []).append(job)
+        groups.setdefault(job.partition, []).append(job)
     return list(groups.values())

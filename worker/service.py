@@ -31,7 +31,7 @@ from tokenfleet.worker.control import Control
 from tokenfleet.worker.dispatch import Dispatcher
 from tokenfleet.worker.drain import Drain
 from tokenfleet.worker.engine_host import EngineHost, EngineLost
-from tokenfleet.worker.engine_process import EngineHandle, EngineInfo
+from tokenfleet.worker.engine_process import EngineHandle, EngineInfo, new_engine
 from tokenfleet.worker.health import HealthServer
 from tokenfleet.worker.intake import Intake
 from tokenfleet.worker.lease import LeaseKeeper
@@ -41,7 +41,7 @@ from tokenfleet.worker.publisher import Publisher
 from tokenfleet.worker.queue import JobQueue
 from tokenfleet.worker.reaper import Reaper
 from tokenfleet.worker.roster import Roster
-from tokenfleet.worker.settings import WorkerSettings, engine_config
+from tokenfleet.worker.settings import WorkerSettings
 from tokenfleet.worker.telemetry import Telemetry
 
 EXIT_OK, EXIT_ENGINE, EXIT_BAD_INPUT, EXIT_BROKER = 0, 1, 2, 3
@@ -58,6 +58,7 @@ class WorkerService:
         settings: valid ones (settings.py: load_settings).
         telemetry: made from the settings when not given.
         started: monotonic time at which the process began, for the start-up figures.
+        first_engine: one that was launched already (engine_process.py: new_engine).
         make_engine: a handle for each new engine process; made from the settings when not given.
     """
 
@@ -67,11 +68,12 @@ class WorkerService:
         *,
         telemetry: Telemetry | None = None,
         started: float | None = None,
+        first_engine: EngineHandle | None = None,
         make_engine: Callable[[], EngineHandle] | None = None,
     ) -> None:
         self._figures = StartFigures(started)
         self.settings = settings
-        self._make_engine = make_engine or self._new_engine
+        self._make_engine = make_engine or engines(settings, first_engine)
         self.worker_id = settings.worker_id or _new_worker_id()
         self.telemetry = telemetry or Telemetry.from_settings(settings, self.worker_id)
         self._broker = Broker()
@@ -184,12 +186,6 @@ class WorkerService:
             worker_id=self.worker_id,
             drain=self.drain,
         )
-
-    def _new_engine(self) -> EngineHandle:
-        options: dict[str, Any] = {"fault": self.settings.fault}
-        if self.settings.simulated_step_ms is not None:
-            options["simulated_step_s"] = self.settings.simulated_step_ms / 1000
-        return EngineHandle(engine_config(self.settings), options)
 
     # life
 
@@ -304,6 +300,14 @@ class WorkerService:
         for number in (signal.SIGTERM, signal.SIGINT):
             with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread
                 loop.add_signal_handler(number, self.drain)
+
+
+def engines(
+    settings: WorkerSettings, first: EngineHandle | None = None
+) -> Callable[[], EngineHandle]:
+    """Handles for one engine process after the other, `first` before all."""
+    ready = [first] if first is not None else []
+    return lambda: ready.pop() if ready else new_engine(settings)
 
 
 def run_worker(service: WorkerService) -> int:

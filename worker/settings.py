@@ -207,6 +207,13 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
     )
 
 
+def engine_options(settings: WorkerSettings) -> dict[str, Any]:
+    """What the engine process is told beyond its config: hooks of tests and benches."""
+    step_ms = settings.simulated_step_ms
+    simulated = {} if step_ms is None else {"simulated_step_s": step_ms / 1000}
+    return {"fault": settings.fault, **simulated}
+
+
 def unknown_variables(environ: dict[str, str] | None = None) -> list[str]:
     """Variables with our prefix that are no setting, each with the nearest name that is.
 

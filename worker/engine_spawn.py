@@ -1,0 +1,72 @@
+"""The engine's operating-system process and our end of its socket, before any event loop is needed.
+
+Launching costs milliseconds and imports little, so that a worker's start can begin with it: the
+child loads its libraries and its model while the worker loads its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+
+POLL_S = 0.01
+EXIT_PATIENCE_S = 2.0
+
+
+class SpawnedEngine:
+    """One child with a socket to it. It dies with this process and with its end of the socket.
+
+    Launch it from the main thread: the kernel's parent-death signal follows threads.
+
+    Args:
+        init: the first bytes it is to read.
+    """
+
+    def __init__(self, init: bytes) -> None:
+        self.socket, theirs = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "tokenfleet.worker.engine_child",
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                ],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+            )
+            self.socket.sendall(init)
+        except BaseException:
+            self.socket.close()
+            raise
+        finally:
+            theirs.close()
+        self.socket.setblocking(False)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    async def exit_code(self, timeout_s: float) -> int | None:
+        """Its exit code (negative: a signal) once it has ended; None when it has not in time."""
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until:
+            if (code := self._process.poll()) is not None:
+                return code
+            await asyncio.sleep(POLL_S)
+        return self._process.poll()
+
+    async def end(self, *, leaving: bool) -> int:
+        """Reap it, by force unless it is `leaving` by itself and does so soon; its exit code."""
+        if leaving and (code := await self.exit_code(EXIT_PATIENCE_S)) is not None:
+            return code
+        self._process.kill()
+        while (code := await self.exit_code(60.0)) is None:
+            continue  # in a system call that cannot be interrupted: nobody can do more than wait
+        return code
