@@ -187,7 +187,7 @@ def _tail(job: Watched, width: int) -> str:
 
 def summary(jobs: Sequence[Watched]) -> Table:
     """What each job came to."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("job", "tokens", "TTFT", "tok/s", "attempts"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("workers", no_wrap=True)
