@@ -14,6 +14,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from tokenfleet.producer.connection import Broker, Connection
@@ -42,11 +43,11 @@ from tokenfleet.worker.priorities import ClassOrder
 
 __all__ = ["ClaimedJob", "Emission", "EmitOutcome", "JobQueue", "LogBehind"]
 
-CLAIM, EMIT, RENEW, FINISH, RELEASE, FAIL, RECLAIM, PHANTOMS, REPAIR = (
+CLAIM, EMIT, RENEW, FINISH, RELEASE, FAIL, RECLAIM, PHANTOMS, REPAIR, ADOPT = (
     load("tokenfleet.worker.lua", name)
     for name in (
         *("claim", "emit", "renew", "finish", "release"),
-        *("fail", "reclaim", "phantoms", "repair"),
+        *("fail", "reclaim", "phantoms", "repair", "adopt"),
     )
 )
 
@@ -217,6 +218,28 @@ class JobQueue:
         up. Not retryable: it has failed.
         """
         return await self._fail(job.id, job.attempt, code, message, retryable=retryable)
+
+    async def adopt(self, job: ClaimedJob, events: Sequence[Event]) -> ClaimedJob | None:
+        """Give Redis back a job that it has forgotten while it ran here (FLUSHALL).
+
+        `events`: all that had been logged, as they were logged. Returns the job under its new
+        attempt, to go on with; None when Redis knows the job: it is another's then.
+        """
+        names = self._connection.keys(partition_of(job.id))
+        request, stream = job.request, names.queue(self.model_name, job.priority)
+        keys = [names.job(job.id), names.events(job.id), stream, names.live, names.deadline]
+        args: list[Any] = [job.id, self.worker_id, self._lease_ms, job.attempt]
+        args += [request.pack(1 << 62), request.model, job.priority, request.tenant]
+        args += [job.deadline_ms or 0, job.submitted_ms]
+        args += ["" if request.max_failures is None else request.max_failures]
+        args += [request.on_disconnect, *flat(events)]
+        attempt = await self._run(ADOPT, names.partition, keys, args)
+        if not attempt:
+            return None
+        offset = events[-1].end if events else 0
+        return replace(
+            job, attempt=attempt, offset=offset, logged=tuple(events), failures=0, stream=stream
+        )
 
     async def reclaim(self, limit: int = 100) -> int:
         """Move on jobs whose lease or deadline is over, in all classes. Returns how many."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,10 +64,7 @@ async def test_the_lease_of_a_dead_worker_ends_also_after_its_stream_was_deleted
     fields = await lab.fields(running.id)
     found = await lab.raw.xpending_range(fields["stream"], GROUP, "-", "+", 9)
     assert [entry["consumer"] for entry in found] == [b"dead"]
-    moved = (
-        Any if False else type("Entry", (), {"stream": fields["stream"], "entry": fields["entry"]})
-    )
-    await lab.expire_lease(moved)
+    await lab.expire_lease(replace(running, stream=fields["stream"], entry=fields["entry"]))
     assert await other.reclaim() == 1
     assert [job.attempt for job in await other.claim(1)] == [2]
 
@@ -161,3 +159,42 @@ async def test_a_claim_is_never_repeated_by_the_client(own_lab):
     assert len(await queue.release_phantoms([])) <= 1
     (job,) = await lab.claim_when_back(queue, 1)
     assert job.attempt <= 2
+
+
+async def test_a_forgotten_job_is_adopted_once_with_its_log_under_the_next_attempt(lab):
+    queue, other = await lab.queue("w1"), await lab.queue("w2")
+    job_id = await lab.submit(max_failures=7, deadline_s=60)
+    (job,) = await queue.claim(1)
+    await queue.emit([one_token(job, 0)])
+    await queue.emit([one_token(job, 1)])
+    stream = lab.client().job(job_id).stream()
+    seen = [await anext(stream), await anext(stream)]
+    log = await lab.log(job_id)
+    await lab.raw.delete(*await lab.raw.keys(f"{lab.keys.prefix}:*"))
+    assert (await queue.emit([one_token(job, 2)])).fenced == {job_id}
+    adopted = await queue.adopt(job, log)
+    assert (adopted.attempt, adopted.offset) == (2, 2)
+    assert await queue.adopt(job, log) is None
+    assert await lab.log(job_id) == log
+    assert await other.claim(9) == []
+    assert await other.reclaim() == 0
+    assert (await queue.emit([one_token(job, 2)])).fenced == {job_id}
+    assert not (await queue.emit([one_token(adopted, 2)])).fenced
+    assert await queue.renew([adopted]) == frozenset()
+    assert await queue.finish(adopted, [], RESULT)
+    seen += [event async for event in stream]
+    assert [event.offset for event in seen] == [0, 1, 2, 3]
+    assert await lab.entries() == 0
+
+
+async def test_an_adopted_job_goes_on_elsewhere_when_its_worker_dies(lab):
+    queue, other = await lab.queue("w1"), await lab.queue("w2")
+    await lab.submit()
+    (job,) = await queue.claim(1)
+    await lab.raw.delete(*await lab.raw.keys(f"{lab.keys.prefix}:*"))
+    adopted = await queue.adopt(job, [])
+    fields = await lab.fields(job.id)
+    await lab.expire_lease(replace(adopted, entry=fields["entry"]))
+    assert await other.reclaim() == 1
+    (again,) = await other.claim(1)
+    assert (again.id, again.attempt, again.request) == (job.id, 3, job.request)

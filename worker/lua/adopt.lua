@@ -1,0 +1,32 @@
+-- adopt: give Redis back a running job that it has forgotten (FLUSHALL, a restart without a file).
+--
+-- KEYS[1] job hash, KEYS[2] event log, KEYS[3] queue stream, KEYS[4] live, KEYS[5] deadline
+-- ARGV[3] id, ARGV[4] worker, ARGV[5] lease ms, ARGV[6] attempt it had, ARGV[7] request, ARGV[8] model,
+-- ARGV[9] priority, ARGV[10] tenant, ARGV[11] deadline ms (0: none), ARGV[12] submitted ms,
+-- ARGV[13] max failures ('' : the worker's), ARGV[14] on_disconnect, then per event logged so far: offset
+-- after it, payload
+-- Returns the new attempt; 0 when Redis knows the job: nothing was written then.
+-- If it never runs: the job is gone, and its subscribers are told so.
+--
+-- The log is written again as it was, entry for entry, so a subscriber's cursor keeps its meaning.
+
+local id, attempt, now = ARGV[3], tonumber(ARGV[6]) + 1, now_ms()
+if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+
+local entry = redis.call('XADD', KEYS[3], '*', 'j', id)
+redis.pcall('XGROUP', 'CREATE', KEYS[3], GROUP, '0')
+redis.call('XCLAIM', KEYS[3], GROUP, ARGV[4], 0, entry, 'FORCE', 'JUSTID')
+redis.call('HSET', KEYS[1], 'state', 'running', 'attempt', attempt, 'failures', 0, 'offset', 0, 'last', '0-0',
+  'request', ARGV[7], 'model', ARGV[8], 'priority', ARGV[9], 'tenant', ARGV[10], 'deadline', ARGV[11],
+  'submitted', ARGV[12], 'owner', ARGV[4], 'claimed', now, 'lease', ARGV[5], 'stream', KEYS[3], 'entry', entry)
+if ARGV[13] ~= '' then redis.call('HSET', KEYS[1], 'max_failures', ARGV[13]) end
+if ARGV[14] ~= 'continue' then redis.call('HSET', KEYS[1], 'on_disconnect', ARGV[14]) end
+redis.call('ZADD', KEYS[4], now, id)
+if ARGV[11] ~= '0' then redis.call('ZADD', KEYS[5], ARGV[11], id) end
+
+redis.call('DEL', KEYS[2])
+local events = {}
+for i = 15, #ARGV do events[i - 14] = ARGV[i] end
+local offset, last = append_events(id, { offset = 0, last = '0-0' }, 0, events)
+redis.call('HSET', KEYS[1], 'offset', offset, 'last', last)
+return attempt
