@@ -3,12 +3,15 @@
 The first half of the last dimension is the gate, the second half is up.
 """
 
+import struct
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from tokenfleet.kernels.backend import DTYPE_CODES, compiled
+
+_PACK = struct.Struct("@2P4q").pack  # the argument struct of activation.cpp
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -35,8 +38,10 @@ def _gate(function: Callable[..., None], gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype)
     function(
-        gate_up.data_ptr(), out.data_ptr(), rows, width, gate_up.stride(0),
-        DTYPE_CODES[gate_up.dtype],
+        _PACK(
+            gate_up.data_ptr(), out.data_ptr(), rows, width, gate_up.stride(0),
+            DTYPE_CODES[gate_up.dtype],
+        )
     )  # fmt: skip
     return out
 

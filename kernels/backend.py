@@ -25,21 +25,18 @@ CHOICES = ("reference", "cpp", "auto")
 # the codes of enum Dtype in vec.h
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-_POINTER, _SIZE, _CODE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-SIGNATURES = {
-    "tf_linear_features": [],
-    "tf_linear_int8": [*[_POINTER] * 6, *[_SIZE] * 4, _CODE, _CODE],
-    "tf_linear_bf16": [*[_POINTER] * 4, *[_SIZE] * 4],
-    "tf_paged_attention": [*[_POINTER] * 8, *[_SIZE] * 9, _FLOAT, _FLOAT, _CODE, _CODE],
-    "tf_rms_norm": [*[_POINTER] * 3, *[_SIZE] * 5, _FLOAT, _FLOAT, _CODE],
-    "tf_add_rms_norm": [*[_POINTER] * 5, _SIZE, _SIZE, _FLOAT, _FLOAT, _CODE],
-    "tf_silu_mul": [_POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _CODE],
-    "tf_gelu_tanh_mul": [_POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _CODE],
-    "tf_rope_kv": [
-        *[_POINTER] * 3, *[_SIZE] * 3, _POINTER, _SIZE, *[_POINTER] * 3, *[_POINTER] * 2,
-        *[_SIZE] * 5, *[_CODE] * 3,
-    ],
-}  # fmt: skip
+# Each takes one pointer to its arguments, packed by `struct` into fields of 8 bytes: ctypes would
+# spend longer on converting a dozen arguments than the smaller operations take.
+FUNCTIONS = (
+    "tf_rms_norm",
+    "tf_add_rms_norm",
+    "tf_silu_mul",
+    "tf_gelu_tanh_mul",
+    "tf_rope_kv",
+    "tf_paged_attention",
+    "tf_linear_int8",
+    "tf_linear_bf16",
+)
 
 
 class Backend:
@@ -73,15 +70,15 @@ class Backend:
 
 
 def load_library() -> ctypes.CDLL:
-    """The compiled kernels with their argument types set; raises BuildError."""
+    """The compiled kernels, ready to be called; raises BuildError."""
     path = build.ensure_library()
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise build.BuildError(f"{path} cannot be loaded: {error}") from error
-    for name, types in SIGNATURES.items():
+    for name in FUNCTIONS:
         function = getattr(library, name)
-        function.argtypes, function.restype = types, None
+        function.argtypes, function.restype = [ctypes.c_char_p], None
     library.tf_linear_features.restype = ctypes.c_int32
     return library
 

@@ -9,6 +9,18 @@ using namespace tf;
 
 namespace {
 
+// Each field is 8 bytes wide, in the order in which linear.py packs them.
+struct LinearArguments {
+    const uint8_t* weight;
+    const float* scale;
+    const int32_t* offset;
+    const void* bias;
+    int64_t in, columns;
+    const void* x;
+    void* out;
+    int64_t x_stride, rows, dtype, path;
+};
+
 struct Layer {
     const void* x;
     const uint8_t* weight;        // packed: [columns / 16][depth blocks][16][64 bytes]
@@ -16,8 +28,12 @@ struct Layer {
     const int32_t* offset;        // int8, per column: 128 x the sum of its weights
     const void* bias;             // of x's dtype, or null
     void* out;
-    int64_t x_stride, rows, in, columns, depth_blocks;
-    int32_t dtype;
+    int64_t x_stride, rows, in, columns, depth_blocks, dtype, path;
+
+    Layer(const LinearArguments& a, int64_t element_bytes)
+        : x(a.x), weight(a.weight), scale(a.scale), offset(a.offset), bias(a.bias), out(a.out), x_stride(a.x_stride),
+          rows(a.rows), in(a.in), columns(a.columns),
+          depth_blocks((a.in * element_bytes + DEPTH_BYTES - 1) / DEPTH_BYTES), dtype(a.dtype), path(a.path) {}
 };
 
 // ---- activations to int8 ---------------------------------------------------------------------
@@ -165,11 +181,11 @@ template <typename T> void columns_on_vnni(const Layer& layer, const Quantized& 
 // ---- the layer -------------------------------------------------------------------------------
 
 enum Feature : int32_t { INT8 = 1, BF16_TILES = 2 };
-enum Path : int32_t { FASTEST = 0, VNNI_ONLY = 1 };
+enum Path : int64_t { FASTEST = 0, VNNI_ONLY = 1 };
 
-template <typename T> void int8_columns(const Layer& layer, const Quantized& x, int64_t first, int64_t last, int32_t path) {
+template <typename T> void int8_columns(const Layer& layer, const Quantized& x, int64_t first, int64_t last) {
 #if defined(TF_AMX)
-    if (tiles_granted && path == FASTEST) {
+    if (tiles_granted && layer.path == FASTEST) {
         columns_on_tiles<Int8Tiles>(layer, (const uint8_t*)x.values, x.stride, first, last,
                                     [&](const int32_t* sums, int64_t row, int64_t column) INLINE_LAMBDA {
                                         i32x16 v;
@@ -180,7 +196,6 @@ template <typename T> void int8_columns(const Layer& layer, const Quantized& x, 
         return;
     }
 #endif
-    (void)path;
 #if defined(__AVX512VNNI__)
     columns_on_vnni<T>(layer, x, first, last);
 #endif
@@ -213,37 +228,32 @@ EXPORT int32_t tf_linear_features() {
 }
 
 // x [rows, in] with a row stride, of dtype -> out [rows, columns] contiguous, of the same dtype.
-EXPORT void tf_linear_int8(const void* x, const void* weight, const float* scale, const int32_t* offset, const void* bias,
-                           void* out, int64_t x_stride, int64_t rows, int64_t in, int64_t columns, int32_t dtype,
-                           int32_t path) {
-    const Layer layer{x, (const uint8_t*)weight, scale, offset, bias, out, x_stride, rows, in, columns,
-                      (in + DEPTH_BYTES - 1) / DEPTH_BYTES, dtype};
+EXPORT void tf_linear_int8(const LinearArguments* arguments) {
+    const Layer layer(*arguments, 1);
     const Quantized quantized = quantized_memory(layer);
-    with_dtype(dtype, [&]<typename T>(T*) {
-#pragma omp parallel if (rows * in * columns > SERIAL_PRODUCTS)
+    with_dtype(layer.dtype, [&]<typename T>(T*) {
+#pragma omp parallel if (layer.rows * layer.in * layer.columns > SERIAL_PRODUCTS)
         {
 #pragma omp for schedule(static)
-            for (int64_t row = 0; row < rows; row++)
-                quantize_row((const T*)x + row * x_stride, in, quantized.values + row * quantized.stride, quantized.stride,
-                             quantized.scales + row);
+            for (int64_t row = 0; row < layer.rows; row++)
+                quantize_row((const T*)layer.x + row * layer.x_stride, layer.in, quantized.values + row * quantized.stride,
+                             quantized.stride, quantized.scales + row);
             int64_t first, last;
-            my_blocks(columns, &first, &last);
-            int8_columns<T>(layer, quantized, first, last, path);
+            my_blocks(layer.columns, &first, &last);
+            int8_columns<T>(layer, quantized, first, last);
         }
     });
 }
 
-// bf16 all through; rows of x contiguous, `in` a multiple of 32. Only where BF16_TILES is a feature.
-EXPORT void tf_linear_bf16(const void* x, const void* weight, const void* bias, void* out, int64_t x_stride, int64_t rows,
-                           int64_t in, int64_t columns) {
-    const Layer layer{x, (const uint8_t*)weight, nullptr, nullptr, bias, out, x_stride, rows, in, columns,
-                      in * 2 / DEPTH_BYTES, BF16};
-#pragma omp parallel if (rows * in * columns > SERIAL_PRODUCTS)
+// bf16 all through; `in` a multiple of 32. Only where BF16_TILES is a feature.
+EXPORT void tf_linear_bf16(const LinearArguments* arguments) {
+    const Layer layer(*arguments, 2);
+#pragma omp parallel if (layer.rows * layer.in * layer.columns > SERIAL_PRODUCTS)
     {
         int64_t first, last;
-        my_blocks(columns, &first, &last);
+        my_blocks(layer.columns, &first, &last);
 #if defined(TF_AMX)
-        columns_on_tiles<Bf16Tiles>(layer, (const uint8_t*)x, x_stride * 2, first, last,
+        columns_on_tiles<Bf16Tiles>(layer, (const uint8_t*)layer.x, layer.x_stride * 2, first, last,
                                     [&](const float* sums, int64_t row, int64_t column) INLINE_LAMBDA {
                                         finish_bf16(layer, load(sums), row, column);
                                     });

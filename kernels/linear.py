@@ -10,6 +10,7 @@ copy is kept. What is computed depends on weight, bias and quantization alone, n
     int8 tiles  the same values in the blocks of tiles.h; the C++ product, on AMX or AVX-512 VNNI
 """
 
+import struct
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +24,10 @@ QUANTIZATIONS = ("int8",)
 # every number of rows from 1 to 564
 ROWS_HINT = 32
 
-# the features of linear.cpp
+# the features of linear.cpp, and its argument struct in two parts
 INT8, BF16_TILES = 1, 2
+_PACK_WEIGHT = struct.Struct("@4P2q").pack
+_PACK_CALL = struct.Struct("@2P4q").pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class PackedWeight:
     bias: Tensor | None  # [out_features], in dtype
     scale: Tensor | None = None  # int8: fp32 [out_features]
     offset: Tensor | None = None  # int8 tiles: int32 [out_features], 128 x the sum of its weights
-    pointers: tuple[int | None, ...] = ()  # of data, scale, offset, bias as the C++ takes them
+    packed: bytes = b""  # tiles: the head of the arguments of linear.cpp
 
     @property
     def num_bytes(self) -> int:
@@ -70,9 +73,9 @@ def pack_linear(
         if not features & INT8:
             return PackedWeight(*shape, "int8", values, bias, scale)
         offset = 128 * values.sum(dim=1, dtype=torch.int32)
-        return _with_pointers(*shape, "int8 tiles", to_tiles(values), bias, scale, offset)
+        return _for_tiles(*shape, "int8 tiles", to_tiles(values), bias, scale, offset)
     if features & BF16_TILES and weight.dtype == torch.bfloat16 and in_features % 32 == 0:
-        return _with_pointers(*shape, "tiles", to_tiles(weight), bias)
+        return _for_tiles(*shape, "tiles", to_tiles(weight), bias)
     if _onednn_takes(weight):
         packed = torch.ops.mkldnn._reorder_linear_weight.default(weight.contiguous(), ROWS_HINT)
         return PackedWeight(*shape, "onednn", packed, bias)
@@ -131,7 +134,7 @@ def to_tiles(weight: Tensor) -> Tensor:
     return blocks.permute(0, 2, 3, 1, 4).contiguous().view(columns, depth, 16, 64)
 
 
-def _with_pointers(
+def _for_tiles(
     out_features: int,
     in_features: int,
     dtype: torch.dtype,
@@ -141,11 +144,9 @@ def _with_pointers(
     scale: Tensor | None = None,
     offset: Tensor | None = None,
 ) -> PackedWeight:
-    tensors = (data, scale, offset, bias)
-    pointers = tuple(None if x is None else x.data_ptr() for x in tensors)
-    return PackedWeight(
-        out_features, in_features, dtype, layout, data, bias, scale, offset, pointers
-    )
+    pointers = (0 if x is None else x.data_ptr() for x in (data, scale, offset, bias))
+    packed = _PACK_WEIGHT(*pointers, in_features, out_features)
+    return PackedWeight(out_features, in_features, dtype, layout, data, bias, scale, offset, packed)
 
 
 def _onednn_takes(weight: Tensor) -> bool:
@@ -170,15 +171,9 @@ def _on_tiles(x: Tensor, packed: PackedWeight) -> Tensor:
         x = x.contiguous()
     rows = x.shape[0]
     out = torch.empty((rows, packed.out_features), dtype=x.dtype)
-    data, scale, offset, bias = packed.pointers
-    if packed.layout == "tiles":
-        library.tf_linear_bf16(
-            x.data_ptr(), data, bias, out.data_ptr(),
-            x.stride(0), rows, packed.in_features, packed.out_features,
-        )  # fmt: skip
-    else:
-        library.tf_linear_int8(
-            x.data_ptr(), data, scale, offset, bias, out.data_ptr(),
-            x.stride(0), rows, packed.in_features, packed.out_features, DTYPE_CODES[x.dtype], 0,
-        )  # fmt: skip
+    function = library.tf_linear_bf16 if packed.layout == "tiles" else library.tf_linear_int8
+    function(
+        packed.packed
+        + _PACK_CALL(x.data_ptr(), out.data_ptr(), x.stride(0), rows, DTYPE_CODES[x.dtype], 0)
+    )
     return out

@@ -41,27 +41,40 @@ void add_norm_row(const T* x, const T* residual, const T* weight, T* out, T* tot
 
 }  // namespace
 
-// x is [outer, inner, width] with two strides; out is contiguous.
-EXPORT void tf_rms_norm(const void* x, const void* weight, void* out, int64_t outer, int64_t inner, int64_t width,
-                        int64_t outer_stride, int64_t inner_stride, float eps, float offset, int32_t dtype) {
-    with_dtype(dtype, [&]<typename T>(T*) {
-#pragma omp parallel for if (outer * inner * width > SERIAL_ELEMENTS) schedule(static)
-        for (int64_t row = 0; row < outer * inner; row++) {
-            const T* from = (const T*)x + row / inner * outer_stride + row % inner * inner_stride;
-            norm_row(from, (const T*)weight, (T*)out + row * width, width, eps, offset);
+// Each field is 8 bytes wide, in the order in which norm.py packs them.
+struct NormArguments {
+    const void *x, *weight;
+    void* out;
+    int64_t outer, inner, width, outer_stride, inner_stride, dtype;  // x is [outer, inner, width]
+    double eps, offset;
+};
+
+struct AddNormArguments {  // all contiguous [rows, width]
+    const void *x, *residual, *weight;
+    void *out, *total;
+    int64_t rows, width, dtype;
+    double eps, offset;
+};
+
+EXPORT void tf_rms_norm(const NormArguments* arguments) {
+    const NormArguments a = *arguments;
+    with_dtype(a.dtype, [&]<typename T>(T*) {
+#pragma omp parallel for if (a.outer * a.inner * a.width > SERIAL_ELEMENTS) schedule(static)
+        for (int64_t row = 0; row < a.outer * a.inner; row++) {
+            const T* from = (const T*)a.x + row / a.inner * a.outer_stride + row % a.inner * a.inner_stride;
+            norm_row(from, (const T*)a.weight, (T*)a.out + row * a.width, a.width, a.eps, a.offset);
         }
     });
 }
 
-// All contiguous [rows, width].
-EXPORT void tf_add_rms_norm(const void* x, const void* residual, const void* weight, void* out, void* total,
-                            int64_t rows, int64_t width, float eps, float offset, int32_t dtype) {
-    with_dtype(dtype, [&]<typename T>(T*) {
-#pragma omp parallel for if (rows * width > SERIAL_ELEMENTS) schedule(static)
-        for (int64_t row = 0; row < rows; row++) {
-            int64_t at = row * width;
-            add_norm_row((const T*)x + at, (const T*)residual + at, (const T*)weight, (T*)out + at, (T*)total + at,
-                         width, eps, offset);
+EXPORT void tf_add_rms_norm(const AddNormArguments* arguments) {
+    const AddNormArguments a = *arguments;
+    with_dtype(a.dtype, [&]<typename T>(T*) {
+#pragma omp parallel for if (a.rows * a.width > SERIAL_ELEMENTS) schedule(static)
+        for (int64_t row = 0; row < a.rows; row++) {
+            const int64_t at = row * a.width;
+            add_norm_row((const T*)a.x + at, (const T*)a.residual + at, (const T*)a.weight, (T*)a.out + at,
+                         (T*)a.total + at, a.width, a.eps, a.offset);
         }
     });
 }

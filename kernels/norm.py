@@ -3,10 +3,16 @@
 Rows are independent: a row's result does not depend on which other rows are in the batch.
 """
 
+import struct
+
 import torch
 from torch import Tensor
 
 from tokenfleet.kernels.backend import DTYPE_CODES, compiled
+
+# the argument structs of norm.cpp
+_PACK = struct.Struct("@3P6q2d").pack
+_PACK_ADD = struct.Struct("@5P3q2d").pack
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:
@@ -26,10 +32,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.
         outer, outer_stride = x.shape[0], x.stride(0)
         if x.dim() == 3:
             inner, inner_stride = x.shape[1], x.stride(1)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     library.tf_rms_norm(
-        x.data_ptr(), weight.data_ptr(), out.data_ptr(), outer, inner, width,
-        outer_stride, inner_stride, eps, weight_offset, DTYPE_CODES[x.dtype],
+        _PACK(
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(), outer, inner, width,
+            outer_stride, inner_stride, DTYPE_CODES[x.dtype], eps, weight_offset,
+        )
     )  # fmt: skip
     return out
 
@@ -58,8 +66,10 @@ def add_rms_norm(
     out, total = torch.empty_like(x), torch.empty_like(x)
     width = x.shape[-1]
     library.tf_add_rms_norm(
-        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(),
-        x.numel() // width, width, eps, weight_offset, DTYPE_CODES[x.dtype],
+        _PACK_ADD(
+            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(),
+            x.numel() // width, width, DTYPE_CODES[x.dtype], eps, weight_offset,
+        )
     )  # fmt: skip
     return out, total
 

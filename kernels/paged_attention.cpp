@@ -5,7 +5,7 @@
 //   decode item (sequence, KV head, split of SPLIT tokens): reads its K and V once, for all query
 //     heads of the group; the splits of a sequence are merged at the end;
 //   chunk item (sequence, KV head, block of query tokens): online softmax over tiles of TILE tokens.
-#include "vec.h"
+#include "paged.h"
 
 #include <vector>
 
@@ -18,14 +18,32 @@ constexpr int64_t TILE = 64;       // tokens of one step of a chunk item
 constexpr int64_t ROWS = 96;       // query rows (tokens x heads of the group) of a chunk item
 constexpr float NOTHING = -__builtin_inff();
 
+// Each field is 8 bytes wide, in the order in which paged_attention.py packs them.
+struct AttentionArguments {
+    Pool pool;
+    Batch batch;
+    const void* q;       // [tokens, q_heads, dim]
+    void* out;           // the same, contiguous
+    const float* sinks;  // [q_heads] or null
+    int64_t q_stride_token, q_stride_head, q_heads, window, dtype;  // window 0: none
+    double scale, softcap;                                          // softcap 0: none
+};
+
 struct Problem {
     const void *q, *k, *v;
     void* out;
     const int32_t *query_starts, *kv_lens, *block_tables;
     const float* sinks;
     int64_t q_stride_token, q_stride_head, table_stride, sequences, q_heads, kv_heads, dim, block_size, window;
-    float scale, softcap;  // softcap 0: none
-    int32_t dtype, kv_dtype;
+    int64_t dtype, kv_dtype;
+    float scale, softcap;
+
+    explicit Problem(const AttentionArguments& a)
+        : q(a.q), k(a.pool.k), v(a.pool.v), out(a.out), query_starts(a.batch.query_starts), kv_lens(a.batch.kv_lens),
+          block_tables(a.batch.block_tables), sinks(a.sinks), q_stride_token(a.q_stride_token),
+          q_stride_head(a.q_stride_head), table_stride(a.batch.table_stride), sequences(a.batch.sequences),
+          q_heads(a.q_heads), kv_heads(a.pool.kv_heads), dim(a.pool.dim), block_size(a.pool.block_size),
+          window(a.window), dtype(a.dtype), kv_dtype(a.pool.dtype), scale(a.scale), softcap(a.softcap) {}
 
     int64_t group() const { return q_heads / kv_heads; }
     int64_t query_len(int64_t s) const { return query_starts[s + 1] - query_starts[s]; }
@@ -348,13 +366,9 @@ struct Plan {
 
 }  // namespace
 
-EXPORT void tf_paged_attention(const void* q, const void* k, const void* v, void* out, const int32_t* query_starts,
-                               const int32_t* kv_lens, const int32_t* block_tables, const float* sinks,
-                               int64_t q_stride_token, int64_t q_stride_head, int64_t table_stride, int64_t sequences,
-                               int64_t q_heads, int64_t kv_heads, int64_t dim, int64_t block_size, int64_t window,
-                               float scale, float softcap, int32_t dtype, int32_t kv_dtype) {
-    const Problem p{q, k, v, out, query_starts, kv_lens, block_tables, sinks, q_stride_token, q_stride_head,
-                    table_stride, sequences, q_heads, kv_heads, dim, block_size, window, scale, softcap, dtype, kv_dtype};
+EXPORT void tf_paged_attention(const AttentionArguments* arguments) {
+    const Problem p(*arguments);
+    const int64_t q_heads = p.q_heads, kv_heads = p.kv_heads;
     const Plan plan(p);
     static thread_local std::vector<float> partials;
     partials.resize(plan.partials * p.group() * partial_size(p));

@@ -7,12 +7,18 @@ included) its block holds: blocks are handed out without being cleared.
 """
 
 import itertools
-from dataclasses import dataclass
+import struct
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from tokenfleet.kernels.backend import DTYPE_CODES, compiled
+
+# the structs of paged.h, and what paged_attention.cpp takes after them
+_PACK_POOL = struct.Struct("@2P4q").pack
+_PACK_BATCH = struct.Struct("@5P2q").pack
+_PACK = struct.Struct("@3P5q2d").pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +31,24 @@ class KVPool:
     k: Tensor  # [num_blocks, num_kv_heads, block_size, head_dim]
     v: Tensor  # the same shape and dtype
 
+    _packed: bytes | None = field(default=None, init=False, repr=False, compare=False)
+
     @property
     def block_size(self) -> int:
         return self.k.shape[2]
+
+    def packed(self) -> bytes:
+        """struct Pool of paged.h, made once; empty when the C++ kernels cannot take this pool."""
+        if self._packed is None:
+            object.__setattr__(self, "_packed", self._pack())
+        return self._packed or b""
+
+    def _pack(self) -> bytes:
+        k, v = self.k, self.v
+        if k.dtype not in DTYPE_CODES or not (k.is_contiguous() and v.is_contiguous()):
+            return b""
+        _, heads, block_size, dim = k.shape
+        return _PACK_POOL(k.data_ptr(), v.data_ptr(), heads, block_size, dim, DTYPE_CODES[k.dtype])
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +67,24 @@ class AttentionBatch:
     num_decodes: int
     max_query_len: int
     max_kv_len: int
+    _packed: bytes | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def num_sequences(self) -> int:
         return self.kv_lens.shape[0]
+
+    def packed(self) -> bytes:
+        """struct Batch of paged.h, made once; the tensors themselves are read at every call."""
+        if self._packed is None:
+            object.__setattr__(self, "_packed", self._pack())
+        return self._packed or b""
+
+    def _pack(self) -> bytes:
+        return _PACK_BATCH(
+            self.query_starts.data_ptr(), self.kv_lens.data_ptr(), self.block_tables.data_ptr(),
+            self.slots.data_ptr(), self.positions.data_ptr(),
+            self.block_tables.stride(0), self.kv_lens.shape[0],
+        )  # fmt: skip
 
 
 def paged_attention(
@@ -70,28 +105,27 @@ def paged_attention(
     h // (Hq / Hkv). A sequence with kv_len 0 gives zeros.
     """
     library = compiled(q)
-    if library is None or not _fits(q, pool, sinks):
+    shared = pool.packed() if library else b""
+    if library is None or not shared or not _fits(q, sinks):
         return reference(q, pool, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     library.tf_paged_attention(
-        q.data_ptr(), pool.k.data_ptr(), pool.v.data_ptr(), out.data_ptr(),
-        batch.query_starts.data_ptr(), batch.kv_lens.data_ptr(), batch.block_tables.data_ptr(),
-        None if sinks is None else sinks.data_ptr(),
-        q.stride(0), q.stride(1), batch.block_tables.stride(0), batch.kv_lens.shape[0],
-        q.shape[1], pool.k.shape[1], q.shape[2], pool.k.shape[2], window or 0,
-        scale, softcap or 0.0, DTYPE_CODES[q.dtype], DTYPE_CODES[pool.k.dtype],
+        shared
+        + batch.packed()
+        + _PACK(
+            q.data_ptr(), out.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
+            q.stride(0), q.stride(1), q.shape[1], window or 0, DTYPE_CODES[q.dtype],
+            scale, softcap or 0.0,
+        )
     )  # fmt: skip
     return out
 
 
-def _fits(q: Tensor, pool: KVPool, sinks: Tensor | None) -> bool:
-    """The compiled form takes whole vectors of 16 and contiguous blocks."""
+def _fits(q: Tensor, sinks: Tensor | None) -> bool:
+    """The compiled form takes heads of whole vectors of 16."""
     return (
         q.shape[2] % 16 == 0
         and q.stride(2) == 1
-        and pool.k.dtype in DTYPE_CODES
-        and pool.k.is_contiguous()
-        and pool.v.is_contiguous()
         and (sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous()))
     )
 

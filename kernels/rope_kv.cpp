@@ -1,5 +1,5 @@
 // Rotary embedding and the write into the paged cache; see rope_kv.py for the contract.
-#include "vec.h"
+#include "paged.h"
 
 using namespace tf;
 
@@ -43,26 +43,37 @@ INLINE void rotate(const From* x, To* out, const float* angles, int64_t dim, int
 
 }  // namespace
 
-// q, k, v: heads of dim elements each, contiguous within a token; *_stride between tokens.
-EXPORT void tf_rope_kv(const void* q, const void* k, const void* v, int64_t q_stride, int64_t k_stride, int64_t v_stride,
-                       const float* cos_sin, int64_t rot_dim, void* q_out, void* k_pool, void* v_pool,
-                       const int64_t* slots, const int64_t* positions, int64_t tokens, int64_t q_heads, int64_t kv_heads,
-                       int64_t dim, int64_t block_size, int32_t interleaved, int32_t dtype, int32_t kv_dtype) {
-    with_dtype(dtype, [&]<typename Q>(Q*) {
-        with_dtype(kv_dtype, [&]<typename KV>(KV*) {
-#pragma omp parallel for if (tokens * (q_heads + kv_heads) * dim > SERIAL_ELEMENTS) schedule(static)
-            for (int64_t t = 0; t < tokens; t++) {
-                const float* angles = cos_sin + positions[t] * rot_dim;
-                const Q* from = (const Q*)q + t * q_stride;
-                Q* to = (Q*)q_out + t * q_heads * dim;
-                for (int64_t h = 0; h < q_heads; h++)
-                    rotate(from + h * dim, to + h * dim, angles, dim, rot_dim, interleaved);
-                if (slots[t] < 0) continue;
-                int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
+// Each field is 8 bytes wide, in the order in which rope_kv.py packs them.
+struct RopeArguments {
+    Pool pool;
+    Batch batch;
+    const void *q, *k, *v;  // [tokens, heads, dim], a token's heads contiguous
+    int64_t q_stride, k_stride, v_stride;
+    const float* cos_sin;  // [positions, rot_dim]
+    void* q_out;           // [tokens, q_heads, dim], contiguous
+    int64_t rot_dim, tokens, q_heads, interleaved, dtype;
+};
+
+EXPORT void tf_rope_kv(const RopeArguments* arguments) {
+    const RopeArguments a = *arguments;
+    const int64_t dim = a.pool.dim, kv_heads = a.pool.kv_heads;
+    with_dtype(a.dtype, [&]<typename Q>(Q*) {
+        with_dtype(a.pool.dtype, [&]<typename KV>(KV*) {
+#pragma omp parallel for if (a.tokens * (a.q_heads + kv_heads) * dim > SERIAL_ELEMENTS) schedule(static)
+            for (int64_t t = 0; t < a.tokens; t++) {
+                const float* angles = a.cos_sin + a.batch.positions[t] * a.rot_dim;
+                const Q* from = (const Q*)a.q + t * a.q_stride;
+                Q* to = (Q*)a.q_out + t * a.q_heads * dim;
+                for (int64_t h = 0; h < a.q_heads; h++)
+                    rotate(from + h * dim, to + h * dim, angles, dim, a.rot_dim, a.interleaved);
+                const int64_t slot = a.batch.slots[t];
+                if (slot < 0) continue;
+                const int64_t block = slot / a.pool.block_size, offset = slot % a.pool.block_size;
                 for (int64_t h = 0; h < kv_heads; h++) {
-                    int64_t at = ((block * kv_heads + h) * block_size + offset) * dim;
-                    rotate((const Q*)k + t * k_stride + h * dim, (KV*)k_pool + at, angles, dim, rot_dim, interleaved);
-                    copy((const Q*)v + t * v_stride + h * dim, (KV*)v_pool + at, dim);
+                    const int64_t at = ((block * kv_heads + h) * a.pool.block_size + offset) * dim;
+                    rotate((const Q*)a.k + t * a.k_stride + h * dim, (KV*)a.pool.k + at, angles, dim, a.rot_dim,
+                           a.interleaved);
+                    copy((const Q*)a.v + t * a.v_stride + h * dim, (KV*)a.pool.v + at, dim);
                 }
             }
         });

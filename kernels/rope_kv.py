@@ -4,11 +4,15 @@ Only the slots named by the batch are written; slot -1 writes nothing, so a padd
 touch a block.
 """
 
+import struct
+
 import torch
 from torch import Tensor
 
 from tokenfleet.kernels.backend import DTYPE_CODES, compiled
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool
+
+_PACK = struct.Struct("@3P3q2P5q").pack  # what rope_kv.cpp takes after the pool and the batch
 
 
 def rope_and_write_kv(
@@ -29,31 +33,32 @@ def rope_and_write_kv(
     v are rounded to the pool's dtype. q, k, v may be views into one fused projection.
     """
     library = compiled(q)
-    if library is None or not _fits(q, k, v, cos_sin, pool):
+    shared = pool.packed() if library else b""
+    if library is None or not shared or not _fits(q, k, v, cos_sin):
         return reference(q, k, v, cos_sin, pool, batch, interleaved=interleaved)
-    tokens, q_heads, dim = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     library.tf_rope_kv(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0),
-        cos_sin.data_ptr(), cos_sin.shape[1], out.data_ptr(), pool.k.data_ptr(), pool.v.data_ptr(),
-        batch.slots.data_ptr(), batch.positions.data_ptr(),
-        tokens, q_heads, k.shape[1], dim, pool.block_size,
-        interleaved, DTYPE_CODES[q.dtype], DTYPE_CODES[pool.k.dtype],
+        shared
+        + batch.packed()
+        + _PACK(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0),
+            cos_sin.data_ptr(), out.data_ptr(), cos_sin.shape[1], q.shape[0], q.shape[1],
+            interleaved, DTYPE_CODES[q.dtype],
+        )
     )  # fmt: skip
     return out
 
 
-def _fits(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, pool: KVPool) -> bool:
+def _fits(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor) -> bool:
     """The compiled form takes one activation dtype and heads contiguous within a token."""
-    dim = q.shape[2]
+    within = (q.shape[2], 1)
     return (
         q.dtype == k.dtype == v.dtype
         and cos_sin.dtype == torch.float32
         and cos_sin.is_contiguous()
-        and pool.k.dtype in DTYPE_CODES
-        and pool.k.is_contiguous()
-        and pool.v.is_contiguous()
-        and all(x.stride(2) == 1 and x.stride(1) == dim for x in (q, k, v))
+        and q.stride()[1:] == within
+        and k.stride()[1:] == within
+        and v.stride()[1:] == within
     )
 
 

@@ -27,7 +27,7 @@ constexpr int64_t LANES = 16;
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 
-enum Dtype : int32_t { FP32 = 0, BF16 = 1, FP16 = 2 };
+enum Dtype : int64_t { FP32 = 0, BF16 = 1, FP16 = 2 };
 
 INLINE int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 INLINE f32x16 splat(float x) { return f32x16{} + x; }
@@ -177,7 +177,7 @@ INLINE f32x16 tanh(f32x16 x) {
 }
 
 // Calls f with a null pointer of the dtype's type: f(T*).
-template <typename F> INLINE void with_dtype(int32_t dtype, F f) {
+template <typename F> INLINE void with_dtype(int64_t dtype, F f) {
     if (dtype == FP32) f((float*)nullptr);
     else if (dtype == BF16) f((bf16*)nullptr);
     else f((f16*)nullptr);

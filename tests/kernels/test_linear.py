@@ -1,5 +1,7 @@
 """Linear layers: every layout gives the product of the weight it was packed from."""
 
+import struct
+
 import numpy as np
 import pytest
 import torch
@@ -109,10 +111,8 @@ def test_int8_without_tiles_gives_the_same_bytes():
         x = draw((37, 200), torch.float32, 1)
         packed = pack_linear(draw((83, 200), torch.float32, 2), quantization="int8")
         fastest, vnni = linear(x, packed), torch.full((37, 83), torch.nan)
-        data, scale, offset, bias = packed.pointers
-        library.tf_linear_int8(
-            x.data_ptr(), data, scale, offset, bias, vnni.data_ptr(), 200, 37, 200, 83, 0, 1
-        )
+        call = struct.pack("@2P4q", x.data_ptr(), vnni.data_ptr(), 200, 37, 0, 1)
+        library.tf_linear_int8(packed.packed + call)
     assert torch.equal(fastest, vnni)
 
 
