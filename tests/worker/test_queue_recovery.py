@@ -174,7 +174,8 @@ async def test_a_forgotten_job_is_adopted_once_with_its_log_under_the_next_attem
     assert (await queue.emit([one_token(job, 2)])).fenced == {job_id}
     adopted = await queue.adopt(job, log)
     assert (adopted.attempt, adopted.offset) == (2, 2)
-    assert await queue.adopt(job, log) is None
+    assert await queue.adopt(job, log) == adopted
+    assert await other.adopt(job, log) is None
     assert await lab.log(job_id) == log
     assert await other.claim(9) == []
     assert await other.reclaim() == 0

@@ -5,13 +5,19 @@
 -- ARGV[9] priority, ARGV[10] tenant, ARGV[11] deadline ms (0: none), ARGV[12] submitted ms,
 -- ARGV[13] max failures ('' : the worker's), ARGV[14] on_disconnect, then per event logged so far: offset
 -- after it, payload
--- Returns the new attempt; 0 when Redis knows the job: nothing was written then.
+-- Returns the new attempt (also when an earlier try was it); 0 when Redis knows the job otherwise: nothing was
+--         written then.
 -- If it never runs: the job is gone, and its subscribers are told so.
 --
 -- The log is written again as it was, entry for entry, so a subscriber's cursor keeps its meaning.
 
 local id, attempt, now = ARGV[3], tonumber(ARGV[6]) + 1, now_ms()
-if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+local there = fields(KEYS[1], 'state', 'owner', 'attempt')
+if there.state then
+  -- a repeated call after a lost reply finds what the first one made
+  local ours = there.state == 'running' and there.owner == ARGV[4] and tonumber(there.attempt) == attempt
+  return ours and attempt or 0
+end
 
 local entry = redis.call('XADD', KEYS[3], '*', 'j', id)
 redis.pcall('XGROUP', 'CREATE', KEYS[3], GROUP, '0')
