@@ -12,7 +12,9 @@ import signal
 
 import pytest
 
-pytestmark = pytest.mark.chaos
+LONG = os.environ.get("TOKENFLEET_CHAOS") == "long"
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900 if LONG else 120)]
 
 
 async def test_sigkill_of_workers_at_random_moments_leaves_every_stream_whole(fleet, tools) -> None:
