@@ -123,70 +123,87 @@ INLINE void columns_on_tiles(const Layer& layer, const uint8_t* left, int64_t le
 
 #endif
 
-// ---- on AVX-512 VNNI -------------------------------------------------------------------------
+// ---- on AVX-512 ------------------------------------------------------------------------------
+
+// A 64-byte row of a packed block against four bytes of a row of x, for 16 columns at once.
 
 #if defined(__AVX512VNNI__)
+struct Int8Lanes {
+    typedef i32x16 Sums;
+    // vpdpbusd takes unsigned bytes on the left: x + 128, taken back through the column's offset
+    static INLINE Sums multiply(Sums sums, uint32_t four, const uint8_t* right) {
+        return (i32x16)_mm512_dpbusd_epi32((__m512i)sums, _mm512_set1_epi32((int)(four ^ 0x80808080u)),
+                                           _mm512_loadu_si512(right));
+    }
+};
+#endif
+#if defined(__AVX512BF16__)
+struct Bf16Lanes {
+    typedef f32x16 Sums;
+    static INLINE Sums multiply(Sums sums, uint32_t four, const uint8_t* right) {
+        return (f32x16)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32((int)four),
+                                        (__m512bh)_mm512_loadu_si512(right));
+    }
+};
+#endif
 
-// ROWS rows x up to four column blocks. vpdpbusd takes unsigned bytes on the left: x + 128, taken
-// back through the column's offset.
-template <int ROWS, int BLOCKS>
-INLINE void vnni_product(const Layer& layer, const Quantized& x, int64_t row, int64_t block, i32x16 (&sums)[ROWS][BLOCKS]) {
-    __m512i total[ROWS][BLOCKS];
-    for (int r = 0; r < ROWS; r++)
-        for (int b = 0; b < BLOCKS; b++) total[r][b] = _mm512_setzero_si512();
+// ROWS rows times BLOCKS column blocks; finish(sums, row, column) takes 16 columns of a row.
+template <typename Op, int ROWS, int BLOCKS, typename Finish>
+INLINE void lane_product(const Layer& layer, const uint8_t* left, int64_t left_stride, int64_t row, int64_t block,
+                         Finish finish) {
+    typename Op::Sums sums[ROWS][BLOCKS] = {};
     const int64_t block_stride = layer.depth_blocks * BLOCK_BYTES;
     const uint8_t* right = layer.weight + block * block_stride;
-    const int8_t* left = x.values + row * x.stride;
-    for (int64_t k = 0; k < layer.depth_blocks * 16; k++) {
-        __m512i weights[BLOCKS];
-        for (int b = 0; b < BLOCKS; b++) weights[b] = _mm512_loadu_si512(right + b * block_stride + k * 64);
+    left += row * left_stride;
+    for (int64_t k = 0; k < layer.depth_blocks * 16; k++)
         for (int r = 0; r < ROWS; r++) {
             uint32_t four;
-            memcpy(&four, left + r * x.stride + k * 4, 4);
-            __m512i activations = _mm512_set1_epi32((int)(four ^ 0x80808080u));
-            for (int b = 0; b < BLOCKS; b++) total[r][b] = _mm512_dpbusd_epi32(total[r][b], activations, weights[b]);
+            memcpy(&four, left + r * left_stride + k * 4, 4);
+            for (int b = 0; b < BLOCKS; b++)
+                sums[r][b] = Op::multiply(sums[r][b], four, right + b * block_stride + k * 64);
         }
-    }
     for (int r = 0; r < ROWS; r++)
-        for (int b = 0; b < BLOCKS; b++) sums[r][b] = (i32x16)total[r][b];
+        for (int b = 0; b < BLOCKS; b++) finish(sums[r][b], row + r, (block + b) * COLUMNS);
 }
 
-template <int ROWS, int BLOCKS, typename T>
-INLINE void vnni_block(const Layer& layer, const Quantized& x, int64_t row, int64_t block) {
-    i32x16 sums[ROWS][BLOCKS];
-    vnni_product<ROWS, BLOCKS>(layer, x, row, block, sums);
-    for (int b = 0; b < BLOCKS; b++) {
-        const int64_t column = (block + b) * COLUMNS;
-        i32x16 offset = {};
-        memcpy(&offset, layer.offset + column, (layer.columns - column < LANES ? layer.columns - column : LANES) * 4);
-        for (int r = 0; r < ROWS; r++) finish_int8<T>(layer, sums[r][b] - offset, x.scales[row + r], row + r, column);
-    }
-}
-
-template <int BLOCKS, typename T> void vnni_rows(const Layer& layer, const Quantized& x, int64_t block) {
+template <typename Op, int BLOCKS, typename Finish>
+INLINE void lane_rows(const Layer& layer, const uint8_t* left, int64_t left_stride, int64_t block, Finish finish) {
     int64_t row = 0;
-    for (; row + 6 <= layer.rows; row += 6) vnni_block<6, BLOCKS, T>(layer, x, row, block);
-    for (; row + 2 <= layer.rows; row += 2) vnni_block<2, BLOCKS, T>(layer, x, row, block);
-    for (; row < layer.rows; row++) vnni_block<1, BLOCKS, T>(layer, x, row, block);
+    for (; row + 6 <= layer.rows; row += 6) lane_product<Op, 6, BLOCKS>(layer, left, left_stride, row, block, finish);
+    for (; row + 2 <= layer.rows; row += 2) lane_product<Op, 2, BLOCKS>(layer, left, left_stride, row, block, finish);
+    for (; row < layer.rows; row++) lane_product<Op, 1, BLOCKS>(layer, left, left_stride, row, block, finish);
 }
 
-template <typename T> void columns_on_vnni(const Layer& layer, const Quantized& x, int64_t first, int64_t last) {
+template <typename Op, typename Finish>
+INLINE void columns_on_lanes(const Layer& layer, const uint8_t* left, int64_t left_stride, int64_t first, int64_t last,
+                             Finish finish) {
     int64_t block = first;
-    for (; block + 4 <= last; block += 4) vnni_rows<4, T>(layer, x, block);
-    for (; block < last; block++) vnni_rows<1, T>(layer, x, block);
+    for (; block + 4 <= last; block += 4) lane_rows<Op, 4>(layer, left, left_stride, block, finish);
+    for (; block < last; block++) lane_rows<Op, 1>(layer, left, left_stride, block, finish);
 }
-
-#endif
 
 // ---- the layer -------------------------------------------------------------------------------
 
-enum Feature : int32_t { INT8 = 1, BF16_TILES = 2 };
-enum Path : int64_t { FASTEST = 0, VNNI_ONLY = 1 };
+enum Feature : int32_t { INT8 = 1, BF16_BLOCKS = 2 };
+enum Path : int64_t { FASTEST = 0, TILES = 1, LANES_ONLY = 2 };
+
+// Tiles pay from this many rows on; below, every row of a block is loaded for one product only.
+constexpr int64_t TILE_ROWS = 5;
+
+INLINE bool on_tiles(const Layer& layer) {
+#if defined(TF_AMX)
+    return tiles_granted && layer.path != LANES_ONLY && (layer.path == TILES || layer.rows >= TILE_ROWS);
+#else
+    (void)layer;
+    return false;
+#endif
+}
 
 template <typename T> void int8_columns(const Layer& layer, const Quantized& x, int64_t first, int64_t last) {
+    const uint8_t* left = (const uint8_t*)x.values;
 #if defined(TF_AMX)
-    if (tiles_granted && layer.path == FASTEST) {
-        columns_on_tiles<Int8Tiles>(layer, (const uint8_t*)x.values, x.stride, first, last,
+    if (on_tiles(layer)) {
+        columns_on_tiles<Int8Tiles>(layer, left, x.stride, first, last,
                                     [&](const int32_t* sums, int64_t row, int64_t column) INLINE_LAMBDA {
                                         i32x16 v;
                                         memcpy(&v, sums, 64);
@@ -197,7 +214,34 @@ template <typename T> void int8_columns(const Layer& layer, const Quantized& x, 
     }
 #endif
 #if defined(__AVX512VNNI__)
-    columns_on_vnni<T>(layer, x, first, last);
+    columns_on_lanes<Int8Lanes>(layer, left, x.stride, first, last,
+                                [&](i32x16 sums, int64_t row, int64_t column) INLINE_LAMBDA {
+                                    const int64_t n = layer.columns - column < LANES ? layer.columns - column : LANES;
+                                    i32x16 offset = {};
+                                    memcpy(&offset, layer.offset + column, n * sizeof(int32_t));
+                                    finish_int8<T>(layer, sums - offset, x.scales[row], row, column);
+                                });
+#endif
+}
+
+INLINE void bf16_columns(const Layer& layer, int64_t first, int64_t last) {
+    const uint8_t* left = (const uint8_t*)layer.x;
+    const int64_t left_stride = layer.x_stride * sizeof(bf16);
+#if defined(TF_AMX)
+    if (on_tiles(layer)) {
+        columns_on_tiles<Bf16Tiles>(layer, left, left_stride, first, last,
+                                    [&](const float* sums, int64_t row, int64_t column) INLINE_LAMBDA {
+                                        finish_bf16(layer, load(sums), row, column);
+                                    });
+        _tile_release();
+        return;
+    }
+#endif
+#if defined(__AVX512BF16__)
+    columns_on_lanes<Bf16Lanes>(layer, left, left_stride, first, last,
+                                [&](f32x16 sums, int64_t row, int64_t column) INLINE_LAMBDA {
+                                    finish_bf16(layer, sums, row, column);
+                                });
 #endif
 }
 
@@ -221,8 +265,8 @@ EXPORT int32_t tf_linear_features() {
 #if defined(__AVX512VNNI__)
     features |= INT8;
 #endif
-#if defined(TF_AMX)
-    if (tiles_granted) features |= INT8 | BF16_TILES;
+#if defined(__AVX512BF16__)
+    features |= BF16_BLOCKS;
 #endif
     return features;
 }
@@ -245,19 +289,13 @@ EXPORT void tf_linear_int8(const LinearArguments* arguments) {
     });
 }
 
-// bf16 all through; `in` a multiple of 32. Only where BF16_TILES is a feature.
+// bf16 all through; `in` a multiple of 32. Only where BF16_BLOCKS is a feature.
 EXPORT void tf_linear_bf16(const LinearArguments* arguments) {
     const Layer layer(*arguments, 2);
 #pragma omp parallel if (layer.rows * layer.in * layer.columns > SERIAL_PRODUCTS)
     {
         int64_t first, last;
         my_blocks(layer.columns, &first, &last);
-#if defined(TF_AMX)
-        columns_on_tiles<Bf16Tiles>(layer, (const uint8_t*)layer.x, layer.x_stride * 2, first, last,
-                                    [&](const float* sums, int64_t row, int64_t column) INLINE_LAMBDA {
-                                        finish_bf16(layer, load(sums), row, column);
-                                    });
-        _tile_release();
-#endif
+        bf16_columns(layer, first, last);
     }
 }

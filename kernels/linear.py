@@ -5,9 +5,9 @@ copy is kept. What is computed depends on weight, bias and quantization alone, n
 
     plain    [out, in] as given; torch's own product
     onednn   reordered by oneDNN for its product
-    tiles    bf16 in the blocks of tiles.h; the C++ product, on CPUs with AMX
+    blocks   bf16 in the blocks of tiles.h; the C++ product, on AMX or AVX-512 BF16
     int8     [out, in] int8 and a scale per output; torch's int8 product
-    int8 tiles  the same values in the blocks of tiles.h; the C++ product, on AMX or AVX-512 VNNI
+    int8 blocks  the same values in the blocks of tiles.h; the C++ product, on AMX or AVX-512 VNNI
 """
 
 import struct
@@ -25,7 +25,7 @@ QUANTIZATIONS = ("int8",)
 ROWS_HINT = 32
 
 # the features of linear.cpp, and its argument struct in two parts
-INT8, BF16_TILES = 1, 2
+INT8, BF16_BLOCKS = 1, 2
 _PACK_WEIGHT = struct.Struct("@4P2q").pack
 _PACK_CALL = struct.Struct("@2P4q").pack
 
@@ -41,8 +41,8 @@ class PackedWeight:
     data: Tensor
     bias: Tensor | None  # [out_features], in dtype
     scale: Tensor | None = None  # int8: fp32 [out_features]
-    offset: Tensor | None = None  # int8 tiles: int32 [out_features], 128 x the sum of its weights
-    packed: bytes = b""  # tiles: the head of the arguments of linear.cpp
+    offset: Tensor | None = None  # int8 blocks: int32 [out_features], 128 x the sum of its weights
+    packed: bytes = b""  # blocks: the head of the arguments of linear.cpp
 
     @property
     def num_bytes(self) -> int:
@@ -73,9 +73,9 @@ def pack_linear(
         if not features & INT8:
             return PackedWeight(*shape, "int8", values, bias, scale)
         offset = 128 * values.sum(dim=1, dtype=torch.int32)
-        return _for_tiles(*shape, "int8 tiles", to_tiles(values), bias, scale, offset)
-    if features & BF16_TILES and weight.dtype == torch.bfloat16 and in_features % 32 == 0:
-        return _for_tiles(*shape, "tiles", to_tiles(weight), bias)
+        return _in_blocks(*shape, "int8 blocks", to_blocks(values), bias, scale, offset)
+    if features & BF16_BLOCKS and weight.dtype == torch.bfloat16 and in_features % 32 == 0:
+        return _in_blocks(*shape, "blocks", to_blocks(weight), bias)
     if _onednn_takes(weight):
         packed = torch.ops.mkldnn._reorder_linear_weight.default(weight.contiguous(), ROWS_HINT)
         return PackedWeight(*shape, "onednn", packed, bias)
@@ -95,7 +95,7 @@ def linear(x: Tensor, packed: PackedWeight) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise.default(  # type: ignore[no-any-return]
             x, packed.data, packed.bias, "none", [], ""
         )
-    return _on_tiles(x, packed)
+    return _on_blocks(x, packed)
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -122,7 +122,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, highest / 127.0
 
 
-def to_tiles(weight: Tensor) -> Tensor:
+def to_blocks(weight: Tensor) -> Tensor:
     """[N, K] int8 or bf16 -> uint8 [N / 16, K bytes / 64, 16, 64], the order of tiles.h.
 
     Outputs and depth are filled up with zeros.
@@ -134,7 +134,7 @@ def to_tiles(weight: Tensor) -> Tensor:
     return blocks.permute(0, 2, 3, 1, 4).contiguous().view(columns, depth, 16, 64)
 
 
-def _for_tiles(
+def _in_blocks(
     out_features: int,
     in_features: int,
     dtype: torch.dtype,
@@ -159,7 +159,7 @@ def _onednn_takes(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
-def _on_tiles(x: Tensor, packed: PackedWeight) -> Tensor:
+def _on_blocks(x: Tensor, packed: PackedWeight) -> Tensor:
     library = compiled(x)
     if library is None:  # packed for the C++ kernels, which have been switched off since
         raise ValueError(f"a weight in the layout {packed.layout!r} needs the C++ kernels")
@@ -171,7 +171,7 @@ def _on_tiles(x: Tensor, packed: PackedWeight) -> Tensor:
         x = x.contiguous()
     rows = x.shape[0]
     out = torch.empty((rows, packed.out_features), dtype=x.dtype)
-    function = library.tf_linear_bf16 if packed.layout == "tiles" else library.tf_linear_int8
+    function = library.tf_linear_bf16 if packed.layout == "blocks" else library.tf_linear_int8
     function(
         packed.packed
         + _PACK_CALL(x.data_ptr(), out.data_ptr(), x.stride(0), rows, DTYPE_CODES[x.dtype], 0)

@@ -103,17 +103,25 @@ def test_a_row_of_zeros_gives_the_bias():
     assert torch.equal(linear(torch.zeros(2, 64), packed), bias.expand(2, 48))
 
 
-def test_int8_without_tiles_gives_the_same_bytes():
+@pytest.mark.parametrize("path", [1, 2], ids=["tiles", "lanes"])
+@pytest.mark.parametrize("rows", [1, 5, 37, 64])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_both_instruction_sets_give_what_torch_gives(quantization, rows, path):
+    x, weight = draw((rows, 192), torch.bfloat16, 1), draw((83, 192), torch.bfloat16, 2)
     with backend_module.using("cpp"):
+        packed = pack_linear(weight, quantization=quantization)
+        if not packed.packed:
+            pytest.skip("this CPU has neither AMX nor AVX-512 BF16 and VNNI")
         library = backend_module.backend.library
-        if not library.tf_linear_features() & ops.INT8:
-            pytest.skip("this CPU has neither AMX nor AVX-512 VNNI")
-        x = draw((37, 200), torch.float32, 1)
-        packed = pack_linear(draw((83, 200), torch.float32, 2), quantization="int8")
-        fastest, vnni = linear(x, packed), torch.full((37, 83), torch.nan)
-        call = struct.pack("@2P4q", x.data_ptr(), vnni.data_ptr(), 200, 37, 0, 1)
-        library.tf_linear_int8(packed.packed + call)
-    assert torch.equal(fastest, vnni)
+        function = library.tf_linear_int8 if quantization else library.tf_linear_bf16
+        out = torch.full((rows, 83), torch.nan, dtype=torch.bfloat16)
+        call = struct.pack("@2P4q", x.data_ptr(), out.data_ptr(), 192, rows, 1, path)
+        function(packed.packed + call)
+    if quantization:
+        assert torch.equal(out, ops.int8_reference(x, *ops.quantize_rows(weight)))
+    else:
+        close = {"rtol": 1e-2, "atol": 1e-2}
+        np.testing.assert_allclose(out.double(), x.double() @ weight.double().t(), **close)
 
 
 def test_unknown_quantization_is_refused_by_name():
