@@ -21,7 +21,7 @@ from tokenfleet.worker.bench import (
 )
 from tokenfleet.worker.bench_figures import Seen, Summary, figures_of, percentile, ratio
 from tokenfleet.worker.bench_fleet import bench_fleet
-from tokenfleet.worker.bench_workloads import Workload, workload_s, workload_w
+from tokenfleet.worker.bench_workloads import BenchJob, Workload, workload_s, workload_w
 
 
 def test_w_is_distinct_prompts_of_the_promised_shape() -> None:
@@ -126,6 +126,17 @@ def test_the_fleet_is_compared_with_the_engine_alone_in_one_run(tiny_checkpoint:
     assert (found["of"], found["to"]) == ("fleet", "engine")
     assert found["tokens_per_s"] > 0
     assert all(summary.middle("output_tokens") == 256 for summary in report.summaries)
+
+
+def test_a_static_batch_runs_as_long_as_its_longest_job_and_counts_what_was_asked_for(
+    tiny_checkpoint: Path,
+) -> None:
+    work = Workload("uneven", tuple(BenchJob((1, 2, 3), output) for output in (5, 3, 4)))
+    options = {"config": {"model": str(tiny_checkpoint)}, "dtype": "float32"}
+    with Child("transformers", options, threads=1) as child:
+        figures = child.run(work, batch=2)
+    assert figures["steps"] == 5 + 4
+    assert figures["output_tokens"] == 5 + 3 + 4
 
 
 def test_an_engine_that_ends_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
