@@ -128,7 +128,7 @@ class Decoder:
         spec = self.spec
         Hq, Hkv, D = spec.num_q_heads, spec.num_kv_heads, spec.head_dim
         heads = linear(x, a.qkv).view(-1, Hq + 2 * Hkv, D)
-        q, k, v = heads[:, :Hq], heads[:, Hq : Hq + Hkv], heads[:, Hq + Hkv :]
+        q, k, v = heads.split_with_sizes((Hq, Hkv, Hkv), dim=1)
         if a.q_norm is not None and a.k_norm is not None:
             q, k = self._qk_norm(q, a.q_norm), self._qk_norm(k, a.k_norm)
         q = rope_and_write_kv(q, k, v, a.cos_sin, pool, batch)
