@@ -101,7 +101,8 @@ def open_transformers(options: dict[str, Any]) -> tuple[Runner, dict[str, Any]]:
     import transformers
 
     torch.set_num_threads(options["threads"])
-    transformers.utils.logging.disable_progress_bar()
+    hf_logging: Any = transformers.utils.logging
+    hf_logging.disable_progress_bar()
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         options["config"]["model"], dtype=getattr(torch, options["dtype"])
     )
