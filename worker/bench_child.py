@@ -52,8 +52,9 @@ def open_engine(options: dict[str, Any]) -> tuple[Runner, dict[str, Any]]:
     from tokenfleet.engine.core import EngineCore
 
     torch.set_num_threads(options["threads"])
-    core = EngineCore(EngineConfig(**options["config"]))
+    core: Any = EngineCore(EngineConfig(**options["config"]))
     facts = {
+        "dtype": str(core.runner.decoder.dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "block_size": core.limits.block_size,
         "blocks": core.stats.blocks_total,
