@@ -1,22 +1,23 @@
 """Where jobs, engine and publisher meet: what is claimed is launched, what is made is handed on.
 
 Every job that enters by `take` leaves by exactly one of `ended`, `lost` and `hand_back`. Nothing
-here waits for Redis except handing back, which holds the publisher still meanwhile.
+here waits for Redis; what has to is in handback.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Protocol
 
 import structlog
 
 from tokenfleet.engine.request import EngineRequest
 from tokenfleet.producer.protocol import EventError, JobResult
-from tokenfleet.worker.broker import BROKER_ERRORS, Broker
+from tokenfleet.worker.broker import Broker
 from tokenfleet.worker.engine_process import Batch, StepEvent
+from tokenfleet.worker.handback import HandBack
 from tokenfleet.worker.jobs import Ending, Job, Stage
 from tokenfleet.worker.prepare import BadJob, Preparer
 from tokenfleet.worker.publisher import Publisher
@@ -61,12 +62,17 @@ class Dispatcher:
         self._lease_s = lease_s
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
-        self.publisher: Publisher
-        """Set once, right after both exist."""
+        self._publisher: Publisher
+        self._hand_back: HandBack
         self.engine: Engine | None = None
         """The engine that runs now; None while there is none."""
         self.working_since: float | None = None
         """Since when the engine has had work without a pause; None when it has none."""
+
+    def connect(self, publisher: Publisher) -> None:
+        """Who publishes for this dispatcher, and reports to it; to be called once, first."""
+        self._publisher = publisher
+        self._hand_back = HandBack(self._queue, self._broker, publisher, self, clock=self._clock)
 
     # jobs come in
 
@@ -98,10 +104,11 @@ class Dispatcher:
         except Exception as error:  # noqa: BLE001 - ours, and no reason to end the other jobs
             self._fail_of_ours(job, error)
             return
-        self._arm_deadline(job)
         if job.stage is Stage.ENDED:
             self._publish(job)
-        self.launch()
+        elif job.stage is Stage.READY:
+            self._arm_deadline(job)
+            self.launch()
 
     def launch(self) -> None:
         """Give the engine every job that is ready; of those that may kill it, one at a time."""
@@ -132,7 +139,7 @@ class Dispatcher:
             self._telemetry.step(batch.stats)
         for engine_id in batch.preempted:
             if job := self._roster.by_engine_id(engine_id):
-                self._telemetry.preempted(job.claimed)
+                self._telemetry.preempted(job.origin)
         if freed:
             self.launch()
             self._roster.touch()
@@ -154,7 +161,7 @@ class Dispatcher:
             self.engine.abort(job.engine_id, event.choice)
         first = first and job.first_token_at is not None
         if first:
-            self._telemetry.first_token(job.claimed)
+            self._telemetry.first_token(job.origin)
         self._publish(job, urgent=first)
         return event.finish_reason is not None or job.ending is not None or first
 
@@ -172,39 +179,52 @@ class Dispatcher:
         """The job's end is in Redis."""
         assert job.ending is not None
         result = job.result() if job.choices else None
-        self._leave(job, job.ending.state, result)
+        self.leave(job, job.ending.state, result)
+
+    def fenced(self, job: Job) -> None:
+        """Redis does not know the job as ours: it is another's, or Redis has forgotten it."""
+        if job.adoptable:
+            job.suspended = True
+            self._spawn(self._adopt(job))
+        elif not job.suspended:
+            self.lost(job, "fenced")
+
+    async def _adopt(self, job: Job) -> None:
+        asked_at = self._clock()
+        again = await self._hand_back.offer(job)
+        if again is None:
+            if self._roster.get(job.id) is job:
+                self.lost(job, "fenced")
+            return
+        log.warning("job_adopted", job_id=job.id, attempt=again.attempt, offset=again.offset)
+        job.lease_until = asked_at + self._lease_s
+        job.adopted(again)
+        self._publish(job, urgent=True)
 
     def out_of_step(self, job: Job) -> None:
         """Redis has lost events that it had: whoever is next goes on from what is left."""
         self._abort(job)
-        self._spawn(self._release_alone(job, "the log is shorter than it was"))
+        self._spawn(self._hand_back.give_up_end(job, "the log is shorter than it was"))
 
     def lost(self, job: Job, reason: str) -> None:
         """The job is another's, or may be: stop it and say nothing more in its name."""
         log.warning("job_lost", job_id=job.id, attempt=job.claimed.attempt, reason=reason)
         self._abort(job)
-        self._leave(job, "lost")
+        self.leave(job, "lost")
 
     async def hand_back(self, jobs: Sequence[Job], why: str, *, engine_died: bool = False) -> None:
-        """Give jobs back to the queue with all their tokens logged; waits for Redis while it must.
+        """Give jobs that have not ended back to the queue, with all their tokens logged.
 
         Args:
             engine_died: count a failure against those that the engine had begun.
         """
-        async with self.publisher.still():
-            for job in jobs:
-                self._abort(job)
-            waiting = self.waiting_in_engine()
-            left = [job for job in jobs if job.stage not in (Stage.ENDED, Stage.GONE)]
-            begun = [j for j in left if j.stage is Stage.RUNNING and j not in waiting]
-            blamed = begun if engine_died else []
-            await self._until_reached(lambda: self._queue_fail(blamed, why), blamed)
-            spared = [job for job in left if job not in blamed]
-            await self._until_reached(lambda: self._queue_release(spared, why), spared)
-
-    async def _release_alone(self, job: Job, why: str) -> None:
-        async with self.publisher.still():
-            await self._until_reached(lambda: self._queue_release([job], why), [job])
+        for job in jobs:
+            self._abort(job)
+        waiting = self.waiting_in_engine()
+        left = [job for job in jobs if job.stage not in (Stage.ENDED, Stage.GONE)]
+        begun = [j for j in left if j.stage is Stage.RUNNING and j not in waiting]
+        blamed = begun if engine_died else []
+        await self._hand_back.give(blamed, [j for j in left if j not in blamed], why)
 
     def waiting_in_engine(self) -> list[Job]:
         """Jobs given to the engine that it cannot have begun: the youngest beyond its slots."""
@@ -225,38 +245,6 @@ class Dispatcher:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._preparer.close()
 
-    async def _queue_fail(self, jobs: list[Job], why: str) -> None:
-        for job in [j for j in jobs if j.stage is not Stage.GONE]:
-            state = await self._queue.fail(job.claimed, "engine_died", why, retryable=True)
-            log.warning(
-                "job_attempt_failed", job_id=job.id, attempt=job.claimed.attempt,
-                offset=job.logged, state=state, reason=why,
-            )  # fmt: skip
-            self._leave(job, "failed" if state == "failed" else "released")
-
-    async def _queue_release(self, jobs: list[Job], why: str) -> None:
-        live = [job for job in jobs if job.stage is not Stage.GONE]
-        if live:
-            await self._queue.release([job.claimed for job in live], why)
-        for job in live:
-            log.info(
-                "job_released", job_id=job.id, attempt=job.claimed.attempt, offset=job.logged,
-                reason=why,
-            )  # fmt: skip
-            self._leave(job, "released")
-
-    async def _until_reached(self, call: Callable[[], Awaitable[None]], jobs: list[Job]) -> None:
-        """Repeat until Redis has answered, or every lease is over and the reapers have the jobs."""
-        while any(job.stage is not Stage.GONE for job in jobs):
-            try:
-                await call()
-            except BROKER_ERRORS as error:
-                self._broker.away("hand back", error)
-                await self._broker.pause()
-                for job in jobs:
-                    if job.stage is not Stage.GONE and job.lease_until <= self._clock():
-                        self.lost(job, "the lease ran out")
-
     def _fail(self, job: Job, code: str, message: str) -> None:
         log.info("job_refused", job_id=job.id, attempt=job.claimed.attempt, code=code)
         self._end(job, Ending("failed", EventError(code, message)))
@@ -274,16 +262,17 @@ class Dispatcher:
         self.launch()
         self._roster.touch()
 
-    def _leave(self, job: Job, state: str, result: JobResult | None = None) -> None:
+    def leave(self, job: Job, state: str, result: JobResult | None = None) -> None:
+        """The job is not this worker's any more."""
         if job.timer is not None:
             job.timer.cancel()
         self._roster.remove(job)
-        self._telemetry.job_ended(job.claimed, state, result)
+        self._telemetry.job_ended(job.origin, state, result)
         if state not in ("lost", "released"):
             log.info("job_ended", job_id=job.id, attempt=job.claimed.attempt, state=state)
 
     def _publish(self, job: Job, *, urgent: bool = False) -> None:
-        self.publisher.touch(job, urgent=urgent)
+        self._publisher.touch(job, urgent=urgent)
 
     def _abort(self, job: Job) -> None:
         if self.engine is not None and job.stage is Stage.RUNNING:

@@ -78,6 +78,9 @@ class Job:
 
     def __init__(self, claimed: ClaimedJob, now: float | None = None) -> None:
         self.claimed = claimed
+        """Under which attempt it is ours; changed once, when Redis forgot the job (`adopted`)."""
+        self.origin = claimed
+        """As it was claimed."""
         self.id = claimed.id
         self.engine_id = f"{claimed.id}/{claimed.attempt}"
         """The attempt is part of it: a job claimed again never meets its old self."""
@@ -93,6 +96,10 @@ class Job:
         """Output tokens in the log, all choices together."""
         self.in_flight: tuple[Event, ...] = ()
         """Events handed to Redis whose reply has not come."""
+        self.history = list(claimed.logged)
+        """Events in the log, as they were logged: Redis may have to be told again."""
+        self.suspended = False
+        """Whether nothing may be published: it is being found out whose the job is."""
         self.timer: asyncio.TimerHandle | None = None
         """Goes off at the deadline."""
         self.first_token_at: float | None = None
@@ -194,7 +201,19 @@ class Job:
     def arrived(self) -> None:
         """The events that `take` gave are in the log."""
         self.logged += sum(len(event.token_ids) for event in self.in_flight)
+        self.history += self.in_flight
         self.in_flight = ()
+
+    @property
+    def adoptable(self) -> bool:
+        """Whether Redis may be asked to take it back; once is a flush, twice is no accident."""
+        return self.claimed is self.origin and not self.suspended
+
+    def adopted(self, claimed: ClaimedJob) -> None:
+        """It is ours again, under a new attempt and with its log written again."""
+        self.claimed = claimed
+        self.logged = claimed.offset
+        self.suspended = False
 
     def result(self, now: float | None = None) -> JobResult:
         """What the job came to, all attempts together."""

@@ -21,9 +21,10 @@ RENEWALS_PER_LEASE = 3
 
 
 class Loser(Protocol):
-    """Who stops a job that is no longer ours."""
+    """Who acts when a job is no longer ours."""
 
     def lost(self, job: Job, reason: str) -> None: ...
+    def fenced(self, job: Job) -> None: ...
 
 
 class LeaseKeeper:
@@ -80,7 +81,7 @@ class LeaseKeeper:
             if job.id not in lost:
                 job.lease_until = asked + self._lease_s
             elif job.ending is None:  # one that ends is settled by its finish
-                self._owner.lost(job, "the lease was lost")
+                self._owner.fenced(job)
         return True
 
     def drop_overdue(self) -> None:

@@ -19,7 +19,7 @@ from tokenfleet.engine.request import EngineRequest
 from tokenfleet.engine.sampling_params import SamplingParams
 from tokenfleet.producer.protocol import JobRequest
 from tokenfleet.worker.choices import TextStream
-from tokenfleet.worker.jobs import Job
+from tokenfleet.worker.jobs import Job, Stage
 from tokenfleet.worker.queue import ClaimedJob
 
 INLINE_CHARS = 2_000
@@ -64,7 +64,7 @@ class Preparer:
             BadJob: code and sentence for its terminal event.
         """
         request, streams = await self._run(job.claimed, lambda: self._parts(job.claimed))
-        if not job.choices:
+        if job.stage is Stage.CLAIMED:  # and not cancelled or lost meanwhile
             await self._run(job.claimed, lambda: job.prepared(request, streams))
 
     def warm(self) -> None:

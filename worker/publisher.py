@@ -24,6 +24,9 @@ class Owner(Protocol):
     def lost(self, job: Job, reason: str) -> None:
         """The lease is another's: stop, publish nothing more."""
 
+    def fenced(self, job: Job) -> None:
+        """Redis does not know the job as ours."""
+
     def out_of_step(self, job: Job) -> None:
         """The log does not end where this worker left it: hand the job back."""
 
@@ -105,7 +108,7 @@ class Publisher:
             yield
 
     async def _flush(self) -> bool:
-        jobs, self._dirty = list(self._dirty.values()), {}
+        jobs, self._dirty = [job for job in self._dirty.values() if not job.suspended], {}
         started = self._last_flush = time.monotonic()
         calls = [self._finish(job) for job in jobs if job.stage is Stage.ENDED]
         calls += [
@@ -159,7 +162,7 @@ class Publisher:
 
     def _settle(self, job: Job, outcome: EmitOutcome) -> None:
         if job.id in outcome.fenced:
-            self._owner.lost(job, "fenced")
+            self._owner.fenced(job)
         elif job.id in outcome.behind:
             self._owner.out_of_step(job)
         else:
@@ -190,7 +193,7 @@ class Publisher:
         if accepted:
             self._owner.ended(job)
         elif job.stage is not Stage.GONE:
-            self._owner.lost(job, "fenced")
+            self._owner.fenced(job)
         return True
 
 

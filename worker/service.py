@@ -150,13 +150,14 @@ class WorkerService:
             self.telemetry,
             lease_s=settings.lease_s,
         )
-        self._publisher = self._dispatcher.publisher = Publisher(
+        self._publisher = Publisher(
             self._queue,
             self._broker,
             self._dispatcher,
             flush_interval_s=settings.flush_interval_ms / 1000,
             flushed=self.telemetry.flushed,
         )
+        self._dispatcher.connect(self._publisher)
         self._intake = Intake(self._queue, self._broker, self.roster, self._dispatcher)
         self._host = EngineHost(
             self._make_engine,

@@ -167,3 +167,50 @@ async def test_a_log_that_lost_its_end_before_the_finish_is_made_again(fleet, un
     fleet.engine.say(job, "abcdef", "stop")
     await until(lambda: fleet.is_(job, "finished"))
     assert await fleet.text(job) == "abcdef"
+
+
+async def test_running_jobs_survive_a_flushed_server(own_fleet, until) -> None:
+    fleet = own_fleet
+    worker = fleet.worker(max_num_seqs=3, lease_s=0.9)
+    speaking, silent, ending = [await fleet.submit() for _ in range(3)]
+    await until(lambda: fleet.has(speaking, silent, ending))
+    for job in (speaking, ending):
+        fleet.engine.say(job, "ab")
+        fleet.engine.say(job, "c")
+        await until(lambda job=job: fleet.shows(job, "abc"))
+    before = [event.text for event in await fleet.log(speaking)]
+    await fleet.redis.flushall()
+    fleet.engine.say(speaking, "def")
+    fleet.engine.say(ending, "!", "stop")
+    await until(lambda: fleet.shows(speaking, "abcdef"))
+    await until(lambda: fleet.is_(ending, "finished"))
+    await until(lambda: fleet.is_(silent, "running"))  # found at a renewal
+    assert [e.text for e in (await fleet.log(speaking))[: len(before)]] == before
+    assert await fleet.field(speaking, "attempt") == "2"
+    assert (await fleet.result(ending)).text == "abc!"
+    for job in (speaking, silent):
+        fleet.engine.say(job, ".", "stop")
+        await until(lambda job=job: fleet.is_(job, "finished"))
+    assert fleet.engine.aborted == []
+    assert len(worker.roster) == 0
+    later = await fleet.submit()
+    await until(lambda: fleet.has(later))
+
+
+async def test_a_second_flush_of_the_same_job_is_taken_for_an_order(own_fleet, until) -> None:
+    fleet = own_fleet
+    worker = fleet.worker()
+    job = await fleet.submit()
+    await until(lambda: fleet.has(job))
+    for text in ("a", "b"):
+        fleet.engine.say(job, text)
+        await until(lambda text=text: _ends(fleet, job, text))
+        await fleet.redis.flushall()
+    fleet.engine.say(job, "c")
+    await until(lambda: (job, None) in fleet.engine.aborted)
+    assert len(worker.roster) == 0
+    assert await fleet.state(job) == ""
+
+
+async def _ends(fleet, job: str, text: str) -> bool:
+    return (await fleet.text(job)).endswith(text)

@@ -122,7 +122,7 @@ async def test_a_fenced_job_is_dropped_and_nothing_of_it_is_published(fleet, unt
     fleet.engine.say(job, "mine")
     await until(lambda: fleet.shows(job, "mine"))
     key = fleet.connection.keys(0).job(job)
-    await fleet.redis.hset(key, "attempt", 2)  # as if another worker had it now
+    await fleet.redis.hset(key, mapping={"attempt": 2, "owner": "other"})
     fleet.engine.say(job, "foreign")
     await until(lambda: (job, None) in fleet.engine.aborted)
     await until(lambda: len(worker.roster) == 0)
@@ -134,7 +134,8 @@ async def test_an_ending_that_comes_too_late_changes_nothing(fleet, until) -> No
     worker = fleet.worker()
     job = await fleet.submit()
     await until(lambda: fleet.has(job))
-    await fleet.redis.hset(fleet.connection.keys(0).job(job), "attempt", 2)
+    key = fleet.connection.keys(0).job(job)
+    await fleet.redis.hset(key, mapping={"attempt": 2, "owner": "other"})
     fleet.engine.say(job, "late", "stop")
     await until(lambda: len(worker.roster) == 0)
     assert await fleet.state(job) == "running"
