@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import hiredis
 import redis
 import redis.asyncio as aio
 from redis.asyncio.retry import Retry
@@ -36,6 +35,7 @@ from redis.exceptions import (
 
 from tokenfleet.producer.errors import BrokerUnavailable, BrokerUnsupported, InvalidJob
 from tokenfleet.producer.keys import Keys, check_name
+from tokenfleet.producer.mended import mended
 from tokenfleet.producer.scripts import Script
 
 Broker = str | aio.Redis | aio.RedisCluster | redis.Redis
@@ -206,7 +206,7 @@ def _client_for(broker: Broker, timeout_s: float) -> Any:
     if isinstance(broker, str):
         pool = aio.ConnectionPool.from_url(broker, **_settings(timeout_s))
         pool.connection_kwargs.pop("decode_responses", None)
-        pool.connection_class = _packing_in_c(pool.connection_class)
+        pool.connection_class = mended(pool.connection_class)
         return aio.Redis.from_pool(pool)
     pool_class = type(broker.connection_pool)
     if pool_class.__name__ not in ("ConnectionPool", "BlockingConnectionPool"):
@@ -231,23 +231,7 @@ def _pool_like(pool: Any, timeout_s: float) -> aio.ConnectionPool:
         for key, value in given.items()
         if key in _CARRIED_OVER or (key.startswith("ssl_") and kind is aio.SSLConnection)
     }
-    return aio.ConnectionPool(
-        connection_class=_packing_in_c(kind), **{**carried, **_settings(timeout_s)}
-    )
-
-
-def _packing_in_c(kind: Any) -> Any:
-    """The connection class with hiredis writing its commands.
-
-    redis-py's asyncio connections write them in Python: 3 us an argument, of which a call for 256
-    jobs has 2,000.
-    """
-
-    def pack_command(_self: Any, *args: Any) -> list[bytes]:
-        head = args[0].encode() if isinstance(args[0], str) else bytes(args[0])
-        return [hiredis.pack_command((*head.split(), *args[1:]))]
-
-    return type(f"Packed{kind.__name__}", (kind,), {"pack_command": pack_command})
+    return aio.ConnectionPool(connection_class=mended(kind), **{**carried, **_settings(timeout_s)})
 
 
 def _settings(timeout_s: float) -> dict[str, Any]:

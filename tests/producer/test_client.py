@@ -247,6 +247,21 @@ def test_a_client_of_another_running_loop_says_so(valkey):
     second.close()
 
 
+async def test_a_call_that_is_cancelled_at_any_moment_ends(valkey):
+    """asyncio.wait_for, which redis-py sends under, loses a cancel before Python 3.12."""
+    for moment in range(60):
+        client = AsyncClient(valkey.url, namespace="cancelled")
+        call = asyncio.create_task(client.connect())
+        for _ in range(moment % 20):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.0002 * (moment % 7))
+        ended = call.done()
+        call.cancel()
+        await asyncio.wait([call])
+        assert call.cancelled() or ended
+        await client.aclose()
+
+
 # the blocking client
 
 
