@@ -99,8 +99,8 @@ class SimulatedCore:
             self.sleep(self.step_s)
         events, self._cancelled = self._cancelled, []
         events += [self._advance(sequence) for sequence in self._running]
+        self._count(len(self._running))
         self._running = [s for s in self._running if s.made < s.limit]
-        self._count(len(events))
         return events
 
     def _advance(self, sequence: _Sequence) -> CoreEvent:
@@ -110,7 +110,7 @@ class SimulatedCore:
 
     def _count(self, tokens: int) -> None:
         self.stats.step += 1
-        self.stats.running = len(self._running)
+        self.stats.running = tokens
         self.stats.waiting = len(self._waiting)
         self.stats.scheduled_tokens = self.stats.decode_tokens = tokens
         self.stats.decode_tokens_total += tokens

@@ -119,8 +119,8 @@ class Fleet:
         """The engine that was started last."""
         return self.engines[-1]
 
-    def worker(self, **settings: Any) -> WorkerService:
-        """A worker, running."""
+    def worker(self, *, simulated: bool = False, **settings: Any) -> WorkerService:
+        """A worker, running; `simulated`: with an engine process of its own."""
         values = {"max_num_seqs": 2, "prefetch": 0, "flush_interval_ms": 0, **settings}
         service = WorkerService(
             load_settings(
@@ -130,7 +130,7 @@ class Fleet:
                 model_name=MODEL,
                 **values,
             ),
-            make_engine=lambda: self._engine(values["max_num_seqs"]),
+            make_engine=None if simulated else lambda: self._engine(values["max_num_seqs"]),
         )
         self.services.append(service)
         self.runs.append(asyncio.ensure_future(service.run()))

@@ -203,3 +203,18 @@ async def test_a_job_claimed_again_by_its_own_worker_never_meets_its_old_self(fl
     assert await fleet.text(job) == "new"
     assert len(worker.roster) == 0
     await other.aclose()
+
+
+async def test_no_step_runs_with_an_empty_slot_while_jobs_wait(fleet, until, monkeypatch) -> None:
+    ran: list[int] = []
+    monkeypatch.setattr(
+        "tokenfleet.worker.telemetry.Telemetry.step", lambda self, stats: ran.append(stats.running)
+    )
+    jobs = [await fleet.submit(sampling={"max_tokens": 10 + 7 * (i % 5)}) for i in range(30)]
+    fleet.worker(simulated=True, simulated_step_ms=10, max_num_seqs=4, prefetch=4)
+    for job in jobs:
+        await until(lambda job=job: fleet.is_(job, "finished"))
+    last_full = len(ran) - 1 - ran[::-1].index(4)
+    assert len(ran) > 100
+    first_full = ran.index(4)
+    assert set(ran[first_full : last_full + 1]) == {4}
