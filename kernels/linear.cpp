@@ -1,6 +1,7 @@
 // Linear layers over packed weights: int8 with per-token activations, and bf16; see linear.py.
 //
 // Threads share the columns, so every weight is read once from memory, whatever the number of rows.
+// The sums of a row are added up in one order, whatever else is in the batch.
 #include "tiles.h"
 
 #include <vector>
@@ -94,13 +95,11 @@ INLINE void finish_bf16(const Layer& layer, f32x16 sums, int64_t row, int64_t co
 
 #if defined(TF_AMX)
 
-const bool tiles_granted = request_tiles();
-
 // Columns [first, last) blocks for all rows; finish(sums, row, column) takes 16 columns of a row.
 template <typename Op, typename Finish>
 INLINE void columns_on_tiles(const Layer& layer, const uint8_t* left, int64_t left_stride, int64_t first, int64_t last,
                              Finish finish) {
-    alignas(64) typename Op::Result out[4 * 256];
+    alignas(64) typename Op::Result out[32][32];
     for (int64_t block = first; block < last; block += 2) {
         const uint8_t* right = layer.weight + block * layer.depth_blocks * BLOCK_BYTES;
         const bool two_columns = block + 1 < last;
@@ -110,13 +109,13 @@ INLINE void columns_on_tiles(const Layer& layer, const uint8_t* left, int64_t le
             if (count != configured) configure_tiles(count < 16 ? count : 16, count > 16 ? count - 16 : 0);
             configured = count;
             const uint8_t* from = left + row * left_stride;
-            if (count > 16 && two_columns) tile_product<Op, true, true>(from, left_stride, right, layer.depth_blocks, out);
-            else if (count > 16) tile_product<Op, true, false>(from, left_stride, right, layer.depth_blocks, out);
-            else if (two_columns) tile_product<Op, false, true>(from, left_stride, right, layer.depth_blocks, out);
-            else tile_product<Op, false, false>(from, left_stride, right, layer.depth_blocks, out);
+            if (count > 16 && two_columns) tile_product<Op, true, true>(from, left_stride, right, layer.depth_blocks, out[0], sizeof(out[0]));
+            else if (count > 16) tile_product<Op, true, false>(from, left_stride, right, layer.depth_blocks, out[0], sizeof(out[0]));
+            else if (two_columns) tile_product<Op, false, true>(from, left_stride, right, layer.depth_blocks, out[0], sizeof(out[0]));
+            else tile_product<Op, false, false>(from, left_stride, right, layer.depth_blocks, out[0], sizeof(out[0]));
             for (int r = 0; r < count; r++)
                 for (int c = 0; c < 1 + two_columns; c++)
-                    finish(out + ((r / 16 * 2 + c) * 16 + r % 16) * 16, row + r, (block + c) * COLUMNS);
+                    finish(out[r] + c * COLUMNS, row + r, (block + c) * COLUMNS);
         }
     }
 }
@@ -185,14 +184,11 @@ INLINE void columns_on_lanes(const Layer& layer, const uint8_t* left, int64_t le
 // ---- the layer -------------------------------------------------------------------------------
 
 enum Feature : int32_t { INT8 = 1, BF16_BLOCKS = 2 };
-enum Path : int64_t { FASTEST = 0, TILES = 1, LANES_ONLY = 2 };
-
-// Tiles pay from this many rows on; below, every row of a block is loaded for one product only.
-constexpr int64_t TILE_ROWS = 5;
+enum Path : int64_t { FASTEST = 0, LANES_ONLY = 1 };
 
 INLINE bool on_tiles(const Layer& layer) {
 #if defined(TF_AMX)
-    return tiles_granted && layer.path != LANES_ONLY && (layer.path == TILES || layer.rows >= TILE_ROWS);
+    return tiles_granted && layer.path == FASTEST;
 #else
     (void)layer;
     return false;

@@ -63,7 +63,14 @@ def _mix32_(x: Tensor) -> Tensor:
 
 
 def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Standard Gumbel noise, fp32 [R, N]: -log(-log(u)), u = (24 random bits + 1/2) / 2^24."""
-    u = ((bits(keys, tokens) >> 8) & 0xFFFFFF).to(torch.float32)
-    u.add_(0.5).mul_(2.0**-24)
-    return u.log_().neg_().log_().neg_()
+    """Standard Gumbel noise, fp32 [R, N]: -log(-log(u))."""
+    return uniform(bits(keys, tokens)).log_().neg_().log_().neg_()
+
+
+def uniform(drawn: Tensor) -> Tensor:
+    """fp32 strictly between 0 and 1 from int32 bits: (23 of them + 1/2) / 2^23.
+
+    With one bit more the largest value would round to 1, its noise to infinity, and a token that is
+    forbidden could win.
+    """
+    return ((drawn >> 9) & 0x7FFFFF).to(torch.float32).add_(0.5).mul_(2.0**-23)

@@ -22,10 +22,12 @@ constexpr int64_t BLOCK_BYTES = 1024;
 #if defined(TF_AMX)
 
 // The kernel hands the tile registers out on request, once a process.
-inline bool request_tiles() {
+static inline bool request_tiles() {
     constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
+
+static const bool tiles_granted = request_tiles();
 
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -62,10 +64,11 @@ TF_MULTIPLY(2, 5, 6)
 TF_MULTIPLY(3, 5, 7)
 #undef TF_MULTIPLY
 
-// out[4][16][16]: 16 (or 32, if TWO_ROWS) rows of `left` times one (or two) packed column blocks.
+// out [16 or 32 rows][16 or 32 columns], out_stride in bytes: rows of `left` times one packed column
+// block, or two that follow each other.
 template <typename Op, bool TWO_ROWS, bool TWO_COLUMNS>
 INLINE void tile_product(const uint8_t* left, int64_t left_stride, const uint8_t* right, int64_t depth_blocks,
-                         typename Op::Result* out) {
+                         typename Op::Result* out, int64_t out_stride) {
     const uint8_t* second_right = right + depth_blocks * BLOCK_BYTES;
     _tile_zero(0);
     if (TWO_COLUMNS) _tile_zero(1);
@@ -85,10 +88,11 @@ INLINE void tile_product(const uint8_t* left, int64_t left_stride, const uint8_t
             if (TWO_ROWS) Op::template multiply<3, 5, 7>();
         }
     }
-    _tile_stored(0, out, 64);
-    if (TWO_COLUMNS) _tile_stored(1, out + 256, 64);
-    if (TWO_ROWS) _tile_stored(2, out + 512, 64);
-    if (TWO_ROWS && TWO_COLUMNS) _tile_stored(3, out + 768, 64);
+    uint8_t *first = (uint8_t*)out, *second = first + 16 * out_stride;
+    _tile_stored(0, first, out_stride);
+    if (TWO_COLUMNS) _tile_stored(1, first + 64, out_stride);
+    if (TWO_ROWS) _tile_stored(2, second, out_stride);
+    if (TWO_ROWS && TWO_COLUMNS) _tile_stored(3, second + 64, out_stride);
 }
 
 #endif  // TF_AMX

@@ -49,10 +49,11 @@ def check(paged, oracle, *, heads, q_dtype, sinks=False, rtol=None, **options):
         start += query_len
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_mixed_batch_equals_the_oracle(make_paged, oracle, variant):
-    paged = make_paged(*MIXED)
-    check(paged, oracle, heads=9, q_dtype=torch.float32, **VARIANTS[variant])
+def test_mixed_batch_equals_the_oracle(make_paged, oracle, variant, dtype):
+    paged = make_paged(*MIXED, dtype=dtype)
+    check(paged, oracle, heads=9, q_dtype=dtype, **VARIANTS[variant])
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (9, 3), (8, 1), (14, 2), (32, 2)])

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from tokenfleet.kernels import sampling
-from tokenfleet.kernels.rng import bits, gumbel, row_keys, splitmix64
+from tokenfleet.kernels.rng import bits, gumbel, row_keys, splitmix64, uniform
 from tokenfleet.kernels.sampling import PenaltyRows, SamplingRows, penalise, sample, warp
 
 GRID = [
@@ -142,3 +142,17 @@ def test_the_generator_is_splitmix_and_uniform():
     noise = gumbel(keys_for(200), torch.arange(2000, dtype=torch.int32)[None])
     assert torch.isfinite(noise).all()
     assert abs(noise.mean().item() - 0.5772) < 0.01
+
+
+def test_noise_is_finite_for_every_bit_pattern_that_can_round():
+    extremes = torch.tensor([0, 1, -1, -2, 2**31 - 1, -(2**31)], dtype=torch.int32)
+    near_one = -torch.arange(1, 5000, dtype=torch.int32)
+    drawn = uniform(torch.cat([extremes, near_one]))
+    assert ((drawn > 0) & (drawn < 1)).all()
+    assert torch.isfinite(-torch.log(-torch.log(drawn))).all()
+
+
+def test_a_forbidden_token_never_wins():
+    logits = torch.full((2000, 3000), -torch.inf)
+    logits[:, 17] = 0.0
+    assert (sample(logits, rows_of([(1.0, 0, 1.0, 0.0)] * 2000, 3000)) == 17).all()

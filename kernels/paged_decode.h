@@ -1,0 +1,100 @@
+// Decode items of paged attention: one query token, a split of its KV, all query heads of a group.
+#pragma once
+
+#include "paged_problem.h"
+
+namespace tf {
+
+// A split's result for one head: the header (highest score, sum of weights), then dim sums.
+INLINE int64_t partial_size(const Problem& p) { return p.dim + LANES; }
+
+// scores[h][j] = q[h] . k[rows[j]], four tokens at a time.
+template <int HEADS, typename KV>
+INLINE void decode_scores(const KV* k, const int64_t* rows, int64_t count, const float* q, int64_t dim, float* scores) {
+    for (int64_t j = 0; j < count; j += 4) {
+        const KV* token[4];
+        for (int t = 0; t < 4; t++) token[t] = k + rows[j + t < count ? j + t : count - 1];
+        f32x16 total[HEADS][4] = {};
+        for (int64_t i = 0; i < dim; i += LANES) {
+            f32x16 key[4];
+            for (int t = 0; t < 4; t++) key[t] = load(token[t] + i);
+            for (int h = 0; h < HEADS; h++) {
+                f32x16 query = load(q + h * dim + i);
+                for (int t = 0; t < 4; t++) total[h][t] += key[t] * query;
+            }
+        }
+        for (int h = 0; h < HEADS; h++) sum4(total[h], scores + h * SPLIT + j);
+    }
+}
+
+// out[h][0 : VECS * 16] = sum over j of weights[h][j] v[rows[j]].
+template <int HEADS, int VECS, typename KV>
+INLINE void decode_values(const KV* v, const int64_t* rows, int64_t count, const float* weights, float* out,
+                          int64_t out_stride) {
+    f32x16 total[HEADS][VECS] = {};
+    for (int64_t j = 0; j < count; j++) {
+        f32x16 value[VECS];
+        for (int i = 0; i < VECS; i++) value[i] = load(v + rows[j] + i * LANES);
+        for (int h = 0; h < HEADS; h++)
+            for (int i = 0; i < VECS; i++) total[h][i] += value[i] * weights[h * SPLIT + j];
+    }
+    for (int h = 0; h < HEADS; h++)
+        for (int i = 0; i < VECS; i++) store(out + h * out_stride + i * LANES, total[h][i]);
+}
+
+template <int HEADS, typename KV>
+void decode_heads(const Problem& p, const Item& item, int64_t first_head, const int64_t* rows, float* partial) {
+    const int64_t count = item.end - item.begin, whole = round_up(count, LANES), stride = partial_size(p);
+    float* q = scratch(HEADS * (p.dim + SPLIT));
+    float* scores = q + HEADS * p.dim;
+    for (int h = 0; h < HEADS; h++) load_query(p, p.query_starts[item.sequence], first_head + h, q + h * p.dim);
+    decode_scores<HEADS>((const KV*)p.k, rows, count, q, p.dim, scores);
+    for (int h = 0; h < HEADS; h++) {
+        float* row = scores + h * SPLIT;
+        if (p.softcap > 0) soften(row, whole, p.softcap);
+        for (int64_t j = count; j < whole; j++) row[j] = NOTHING;
+        float top = highest(row, whole);
+        partial[h * stride] = top;
+        partial[h * stride + 1] = exponentiate(row, whole, top);
+    }
+    const KV* v = (const KV*)p.v;
+    int64_t i = 0;
+    for (; i + 4 * LANES <= p.dim; i += 4 * LANES)
+        decode_values<HEADS, 4>(v + i, rows, count, scores, partial + LANES + i, stride);
+    for (; i < p.dim; i += LANES) decode_values<HEADS, 1>(v + i, rows, count, scores, partial + LANES + i, stride);
+}
+
+inline void decode_item(const Problem& p, const Item& item, float* partials) {
+    int64_t rows[SPLIT];
+    p.find_rows(item.sequence, item.head, item.begin, item.end, rows);
+    float* partial = partials + item.partial * p.group() * partial_size(p);
+    with_dtype(p.kv_dtype, [&]<typename KV>(KV*) {
+        for (int64_t g = 0; g < p.group();) {
+            int64_t head = item.head * p.group() + g, left = p.group() - g;
+            float* to = partial + g * partial_size(p);
+            if (left >= 4) decode_heads<4, KV>(p, item, head, rows, to), g += 4;
+            else if (left == 3) decode_heads<3, KV>(p, item, head, rows, to), g += 3;
+            else if (left == 2) decode_heads<2, KV>(p, item, head, rows, to), g += 2;
+            else decode_heads<1, KV>(p, item, head, rows, to), g += 1;
+        }
+    });
+}
+
+// The splits of one query head, in their order, and the sink become the result.
+inline void merge(const Problem& p, int64_t s, int64_t head, const float* partial, int64_t splits) {
+    const int64_t split_stride = p.group() * partial_size(p);
+    float top = p.sinks ? p.sinks[head] : NOTHING;
+    for (int64_t i = 0; i < splits; i++) top = partial[i * split_stride] > top ? partial[i * split_stride] : top;
+    float total = p.sinks ? __builtin_expf(p.sinks[head] - top) : 0.0f;
+    float* acc = scratch(p.dim);
+    for (int64_t j = 0; j < p.dim; j += LANES) store(acc + j, f32x16{});
+    for (int64_t i = 0; i < splits; i++) {
+        const float* from = partial + i * split_stride;
+        float factor = __builtin_expf(from[0] - top);
+        total += from[1] * factor;
+        for (int64_t j = 0; j < p.dim; j += LANES) store(acc + j, load(acc + j) + load(from + LANES + j) * factor);
+    }
+    store_result(p, p.query_starts[s], head, acc, total == 0.0f ? 0.0f : 1.0f / total);
+}
+
+}  // namespace tf
