@@ -67,7 +67,18 @@ class ScriptedEngine:
         error: str | None = None,
     ) -> None:
         """One step that made the bytes of `text` for one job."""
-        tokens = list(text.encode())
+        self.say_tokens(job_id, list(text.encode()), reason, choice=choice, error=error)
+
+    def say_tokens(
+        self,
+        job_id: str,
+        tokens: list[int],
+        reason: str | None = None,
+        *,
+        choice: int = 0,
+        error: str | None = None,
+    ) -> None:
+        """One step that made these tokens for one job."""
         event = StepEvent(self.requests[job_id].id, choice, tokens, reason, error=error)
         self.stepped = True
         self.last_heard = time.monotonic()

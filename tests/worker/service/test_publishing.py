@@ -142,3 +142,36 @@ async def test_jobs_without_a_seed_get_one_that_every_attempt_shares(fleet, unti
     fleet.worker()
     await until(lambda: len(fleet.engines) == 2 and fleet.has(job))
     assert fleet.engine.requests[job].params.seed == seed
+
+
+async def test_a_job_without_a_token_ends_with_an_empty_result(fleet, until) -> None:
+    fleet.worker()
+    job = await fleet.submit(sampling={"max_tokens": 0})
+    await until(lambda: fleet.has(job))
+    fleet.engine.say(job, "", "length")
+    await until(lambda: fleet.is_(job, "finished"))
+    result = await fleet.result(job)
+    assert (result.text, result.token_ids, result.finish_reason) == ("", (), "length")
+    log = await fleet.log(job)
+    assert [e.final for e in log] == [False] * (len(log) - 1) + [True]
+    assert log[-1].finish_reason == "length"
+
+
+async def test_a_character_cut_by_a_flush_comes_whole(fleet, until) -> None:
+    fleet.worker()
+    job = await fleet.submit()
+    await until(lambda: fleet.has(job))
+    letters = "é€😀"
+    for byte in letters.encode():
+        fleet.engine.say_tokens(job, [byte])
+    key = fleet.connection.keys(0).job(job)
+    await until(lambda: _offset_is(fleet.redis.hget(key, "offset"), len(letters.encode())))
+    fleet.engine.say(job, ".", "stop")
+    await until(lambda: fleet.is_(job, "finished"))
+    log = await fleet.log(job)
+    assert "".join(event.text for event in log) == letters + "."
+    assert not any("\ufffd" in event.text for event in log)
+
+
+async def _offset_is(reply, offset: int) -> bool:
+    return int(await reply or 0) == offset
