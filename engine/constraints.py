@@ -22,6 +22,9 @@ from numpy.typing import NDArray
 
 from tokenfleet.engine.errors import InvalidRequest
 
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""One way to space JSON: free white space lets a small model fill its output with blanks. A schema
+that wants another sets its own "x-guidance"."""
 MAX_GRAMMAR_BYTES = 128 << 10
 COMPILE_LIMIT_S = 10.0
 """A grammar that takes longer to compile ends its request."""
@@ -129,7 +132,7 @@ def _grammar(wanted: Mapping[str, Any]) -> str:
     try:
         if kind == "json":
             schema = value if isinstance(value, str) else json.dumps(value)
-            return str(LLMatcher.grammar_from_json_schema(schema))
+            return str(LLMatcher.grammar_from_json_schema(schema, defaults=JSON_STYLE))
         if kind == "regex":
             return str(LLMatcher.grammar_from_regex(value))
         if kind == "choice":
