@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from tokenfleet.engine.errors import InvalidRequest
 
-JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One way to space JSON: free white space lets a small model fill its output with blanks. A schema
 that wants another sets its own "x-guidance"."""
 MAX_GRAMMAR_BYTES = 128 << 10
