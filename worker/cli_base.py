@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 OK, SOME_FAILED, BAD_INPUT, UNREACHABLE, TIMED_OUT = range(5)
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
 
 
 class Output(StrEnum):

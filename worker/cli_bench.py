@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -148,6 +150,7 @@ def _report(
 ) -> None:
     from tokenfleet.worker.bench import BenchFailed
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(base.TERMINATED))  # and clean up on the way
     try:
         report = run(config, base.note)
     except BenchFailed as error:
