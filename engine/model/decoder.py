@@ -91,13 +91,17 @@ class Decoder:
         return logits
 
     def make_pools(self, num_blocks: int, block_size: int) -> list[KVPool]:
-        """One pool a layer with `num_blocks` blocks each, the null block among them."""
+        """One pool a layer with `num_blocks` blocks each, the null block among them.
+
+        Not cleared: attention reads no position that was not written, and on a CPU memory that no
+        block has used yet is then never touched.
+        """
         shape = (num_blocks, self.spec.num_kv_heads, block_size, self.spec.head_dim)
 
-        def zeros() -> Tensor:
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        def blocks() -> Tensor:
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-        return [KVPool(zeros(), zeros()) for _ in self.layers]
+        return [KVPool(blocks(), blocks()) for _ in self.layers]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes that one block takes, over all layers."""
