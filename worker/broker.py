@@ -25,6 +25,8 @@ SERVER_WIDE = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY", "CLUSTERDOWN", "NO
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
+REPEAT_S = 60.0
+"""How long the same trouble is said only once: one call may fail for ever while others pass."""
 
 log = structlog.get_logger()
 
@@ -40,6 +42,9 @@ class Broker:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._away_since: float | None = None
+        self._said: tuple[str, str] | None = None
+        self._said_at = -REPEAT_S
+        self._quiet = False
         self._pause_s = FIRST_PAUSE_S
 
     @property
@@ -49,14 +54,20 @@ class Broker:
 
     def away(self, call: str, error: Exception) -> None:
         """A call did not get through."""
-        if self._away_since is None:
-            self._away_since = self._clock()
-            log.warning("broker_away", call=call, error=f"{type(error).__name__}: {error}")
+        if self._away_since is not None:
+            return
+        self._away_since = now = self._clock()
+        said = (call, f"{type(error).__name__}: {error}")
+        self._quiet = said == self._said and now - self._said_at < REPEAT_S
+        if not self._quiet:
+            self._said, self._said_at = said, now
+            log.warning("broker_away", call=said[0], error=said[1])
 
     def reached(self) -> None:
         """A call got through."""
         if self._away_since is not None:
-            log.info("broker_back", away_s=round(self._clock() - self._away_since, 3))
+            if not self._quiet:
+                log.info("broker_back", away_s=round(self._clock() - self._away_since, 3))
             self._away_since = None
             self._pause_s = FIRST_PAUSE_S
 

@@ -1,0 +1,62 @@
+"""What is said of a Redis that is away."""
+
+from __future__ import annotations
+
+import pytest
+import structlog
+from redis.exceptions import ConnectionError, ResponseError
+
+from tokenfleet.worker.broker import Broker, blames_request
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_one_outage_is_one_line_at_each_end_however_many_loops_meet_it() -> None:
+    clock = Clock()
+    broker = Broker(clock)
+    with structlog.testing.capture_logs() as lines:
+        for call in ("emit", "claim", "renew"):
+            broker.away(call, ConnectionError("refused"))
+            assert not broker.reachable
+        clock.now = 2.5
+        broker.reached()
+        broker.reached()
+    assert broker.reachable
+    assert [(x["event"], x.get("call"), x.get("away_s")) for x in lines] == [
+        ("broker_away", "emit", None),
+        ("broker_back", None, 2.5),
+    ]
+
+
+def test_one_call_that_fails_for_ever_is_said_once_a_minute() -> None:
+    clock = Clock()
+    broker = Broker(clock)
+    with structlog.testing.capture_logs() as lines:
+        for second in range(121):
+            clock.now = float(second)
+            broker.away("claim", ConnectionError("no permission"))
+            broker.reached()
+    assert len(lines) == 2 * 3
+    with structlog.testing.capture_logs() as lines:
+        broker.away("claim", ConnectionError("another reason"))
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "blames"),
+    [
+        (ResponseError("WRONGTYPE Operation against a key"), True),
+        (ResponseError("ERR something script: abc"), True),
+        (ResponseError("MISCONF Redis is configured to save"), False),
+        (ResponseError("NOREPLICAS Not enough good replicas"), False),
+        (ConnectionError("refused"), False),
+        (OSError("unreachable"), False),
+    ],
+)
+def test_a_refused_call_is_told_from_a_server_in_trouble(error: Exception, blames: bool) -> None:
+    assert blames_request(error) is blames
