@@ -1,11 +1,13 @@
 """Which dtype this machine multiplies fastest in, by a short measurement.
 
 CPUs differ by factors in both directions: bf16 is the best where AMX is there and the worst where
-it is emulated. Nothing is remembered between processes, so a moved installation measures anew.
+it is emulated. Counted is the CPU time of one thread, so that a machine busy with something else
+gives the same answer as an idle one.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -50,10 +52,10 @@ def fastest(cost_s: dict[torch.dtype, float]) -> torch.dtype:
 def measure_dtypes(candidates: Sequence[torch.dtype]) -> dict[torch.dtype, float]:
     """Seconds per dtype for the products of eight prompts of 564 and outputs of 128 tokens each.
 
-    Per weight: 128 steps of 8 rows and 4,512 prompt rows. Turns are taken dtype by dtype, the best
-    of three counts, so that a busy moment of the machine hits none of them alone.
+    Per weight, on one thread: 128 steps of 8 rows and 4,512 prompt rows. Turns are taken dtype by
+    dtype and the best of three counts, so that a bad moment hits none of them alone.
     """
-    with torch.inference_mode():
+    with torch.inference_mode(), _one_thread():
         packed = {dtype: _weights(dtype) for dtype in candidates}
         best: dict[tuple[torch.dtype, int], float] = {}
         for _ in range(REPEATS):
@@ -68,6 +70,16 @@ def measure_dtypes(candidates: Sequence[torch.dtype]) -> dict[torch.dtype, float
     }
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _weights(dtype: torch.dtype) -> list[PackedWeight]:
     packed = [pack_linear(torch.ones(SHAPE, dtype=dtype)) for _ in range(NUM_WEIGHTS)]
     for weight in packed:  # the first product of a dtype may compile its kernel
@@ -76,7 +88,7 @@ def _weights(dtype: torch.dtype) -> list[PackedWeight]:
 
 
 def _time(packed: list[PackedWeight], x: torch.Tensor) -> float:
-    started = time.perf_counter()
+    started = time.thread_time()
     for weight in packed:
         linear(x, weight)
-    return time.perf_counter() - started
+    return time.thread_time() - started

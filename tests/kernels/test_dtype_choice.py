@@ -19,7 +19,9 @@ def test_a_clear_winner_is_taken_wherever_it_stands():
 
 
 def test_every_candidate_is_measured_and_one_is_chosen():
+    threads = torch.get_num_threads()
     costs = measure_dtypes([FP32, BF16])
+    assert torch.get_num_threads() == threads
     assert set(costs) == {FP32, BF16}
     assert all(cost > 0 for cost in costs.values())
     assert choose_dtype([FP16, BF16]) in (FP16, BF16)
