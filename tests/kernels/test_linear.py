@@ -124,6 +124,18 @@ def test_both_instruction_sets_give_what_torch_gives(quantization, rows, path):
         np.testing.assert_allclose(out.double(), x.double() @ weight.double().t(), **close)
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_row_gives_the_same_bits_alone_and_in_any_batch(quantization):
+    x = draw((70, 576), torch.bfloat16, 1)
+    with backend_module.using("cpp"):
+        packed = pack_linear(draw((600, 576), torch.bfloat16, 2), quantization=quantization)
+        if not packed.packed:
+            pytest.skip("this CPU has neither AMX nor AVX-512 BF16 and VNNI")
+        whole = linear(x, packed)
+        for begin, end in ((0, 1), (3, 5), (17, 34), (6, 70)):
+            assert torch.equal(linear(x[begin:end], packed), whole[begin:end])
+
+
 def test_unknown_quantization_is_refused_by_name():
     with pytest.raises(ValueError, match="int8, got 'int4'"):
         pack_linear(torch.zeros(4, 4), quantization="int4")

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from tokenfleet.kernels.paged_attention import KVPool, paged_attention
+from tokenfleet.kernels import backend as backend_module
+from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool, paged_attention
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -114,3 +115,30 @@ def test_query_rows_may_be_a_view_into_a_fused_projection(make_paged):
     strided = paged_attention(view, paged.pool, paged.batch, scale=0.125)
     packed = paged_attention(view.contiguous(), paged.pool, paged.batch, scale=0.125)
     assert torch.equal(strided, packed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_result_has_the_same_bits_in_any_batch_on_any_number_of_threads(make_paged, dtype):
+    lens = [1, 1, 1, 70, 9], [300, 1, 641, 200, 9]
+    paged, threads = make_paged(*lens, dtype=dtype), torch.get_num_threads()
+    q = torch.randn(sum(lens[0]), 9, 64).to(dtype)
+    with backend_module.using("cpp"):
+        try:
+            torch.set_num_threads(2)
+            whole = paged_attention(q, paged.pool, paged.batch, scale=0.125)
+            torch.set_num_threads(1)
+            assert torch.equal(paged_attention(q, paged.pool, paged.batch, scale=0.125), whole)
+        finally:
+            torch.set_num_threads(threads)
+        for s, row in ((2, slice(2, 3)), (3, slice(3, 73))):
+            alone = AttentionBatch(
+                query_starts=torch.tensor([0, lens[0][s]], dtype=torch.int32),
+                kv_lens=paged.batch.kv_lens[s : s + 1],
+                block_tables=paged.batch.block_tables[s : s + 1],
+                slots=paged.batch.slots[row],
+                positions=paged.batch.positions[row],
+                num_decodes=int(lens[0][s] == 1),
+                max_query_len=lens[0][s],
+                max_kv_len=lens[1][s],
+            )
+            assert torch.equal(paged_attention(q[row], paged.pool, alone, scale=0.125), whole[row])
