@@ -38,7 +38,11 @@ class Followed:
 
     @property
     def text(self) -> str:
-        return "".join(event.text for event in self.events)
+        """Of choice 0."""
+        return self.text_of(0)
+
+    def text_of(self, choice: int) -> str:
+        return "".join(event.text for event in self.events if event.choice == choice)
 
     @property
     def resumed(self) -> int:
@@ -53,8 +57,10 @@ class Followed:
             assert event.offset == offset, (self.job.id, offset, event)
             offset = event.end
         assert [e.final for e in self.events] == [False] * (len(self.events) - 1) + [True]
-        assert tuple(t for e in self.events for t in e.token_ids) == result.token_ids
-        assert self.text == result.text
+        for number, choice in enumerate(result.choices):
+            tokens = tuple(t for e in self.events if e.choice == number for t in e.token_ids)
+            assert tokens == choice.token_ids
+            assert self.text_of(number) == choice.text
 
 
 class Fleet:
@@ -99,9 +105,8 @@ class Fleet:
         return worker
 
     async def submit(self, prompt: str, max_tokens: int, **fields: Any) -> AsyncJob:
-        sampling = SamplingParams(
-            max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **fields.pop("sampling", {})
-        )
+        given = {"temperature": 0.0, "ignore_eos": True, **fields.pop("sampling", {})}
+        sampling = SamplingParams(max_tokens=max_tokens, **given)
         return await self.client.submit(model=MODEL, prompt=prompt, sampling=sampling, **fields)
 
     async def follow(self, *jobs: AsyncJob) -> list[Followed]:
@@ -128,6 +133,7 @@ class Fleet:
     async def pending(self, worker: WorkerProcess | None = None) -> int:
         """Jobs held in the group, by one worker or by all."""
         redis = self.client.link.connection.client
+        await redis.connection_pool.disconnect()  # what a restart of the server left behind
         held = 0
         async for key in redis.scan_iter("{tokenfleet:0}:q:*"):
             info = await redis.xpending(key, "workers")
