@@ -99,6 +99,11 @@ class Preparer:
         return request, [self.codec.stream(params) for _ in range(params.n)]
 
     def _prompt_ids(self, request: JobRequest) -> Sequence[int]:
+        if request.adapter is not None:
+            raise BadJob(
+                "unknown_adapter",
+                f"this worker has no adapter {request.adapter!r}; leave it out to use the base model",
+            )
         if request.prompt_token_ids is not None:
             return request.prompt_token_ids
         try:

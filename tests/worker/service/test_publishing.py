@@ -95,6 +95,7 @@ async def test_a_refused_request_fails_alone_with_its_code(fleet, until) -> None
     [
         ({"messages": ({"role": "cursed", "content": "x"},)}, "bad_messages"),
         ({"sampling": {"temperature": 1e9}}, "invalid_parameter"),
+        ({"adapter": "poems"}, "unknown_adapter"),
     ],
 )
 async def test_a_job_that_cannot_be_prepared_fails_and_the_next_one_runs(
