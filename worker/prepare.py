@@ -102,7 +102,7 @@ class Preparer:
         if request.adapter is not None:
             raise BadJob(
                 "unknown_adapter",
-                f"this worker has no adapter {request.adapter!r}; leave it out to use the base model",
+                f"there is no adapter {request.adapter!r} here; leave it out to use the base model",
             )
         if request.prompt_token_ids is not None:
             return request.prompt_token_ids
