@@ -171,7 +171,9 @@ async def test_a_killed_worker_leaves_no_engine_behind() -> None:
     child = int(await parent.stdout.readline())
     parent.kill()
     await parent.wait()
-    while alive(child):
+    while True:
+        if not alive(child):
+            break
         await asyncio.sleep(0.01)
 
 
