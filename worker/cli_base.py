@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -97,6 +98,16 @@ def code_of(error: Exception) -> int:
     if isinstance(error, errors.JobEnded | errors.QueueFull):
         return SOME_FAILED
     return BAD_INPUT
+
+
+def demo_model(output: Output = Output.TEXT) -> Path:
+    """The demo's checkpoint, or the reason why there is none and exit code 2."""
+    from tokenfleet.worker.demo_model import DemoModelError, prepare_smollm2
+
+    try:
+        return prepare_smollm2()
+    except DemoModelError as error:
+        fail(error, output)
 
 
 def say_error(kind: str, message: str, output: Output) -> None:

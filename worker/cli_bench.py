@@ -123,12 +123,8 @@ def _config(
 ) -> BenchConfig:
     from tokenfleet.worker.bench import BenchConfig
 
-    if model is None:
-        from tokenfleet.worker.demo_model import prepare_smollm2
-
-        model = prepare_smollm2()
     return BenchConfig(
-        model=model,
+        model=model or base.demo_model(),
         counts=tuple(counts or (8,)),
         workloads=tuple(name.value for name in workloads or (WorkloadName.W,)),
         **rest,

@@ -26,6 +26,8 @@ def demo(
     from tokenfleet.worker.demo import DemoConfig, run_demo
     from tokenfleet.worker.demo_view import JsonView, make_view
 
+    base.note("preparing SmolLM2-135M-Instruct (converted once, then cached)")
+    base.demo_model(output)
     config = DemoConfig(trace_dir=trace_dir, kill=kill, simulated_step_ms=simulated_step_ms)
     view = JsonView() if output is Output.JSON else make_view(plain=plain)
     base.run(run_demo(config, view), output)

@@ -166,10 +166,8 @@ def _bring_along(flags: dict[str, Any]) -> tuple[dict[str, Any], EmbeddedServer]
     url = urlsplit(flags.get("redis_url") or base.DEFAULT_URL)
     given = dict(flags)
     if given.get("model") is None:
-        from tokenfleet.worker.demo_model import prepare_smollm2
-
         base.note("preparing SmolLM2-135M-Instruct (cached after the first time)")
-        given["model"] = str(prepare_smollm2())
+        given["model"] = str(base.demo_model())
         given["model_name"] = given.get("model_name") or DEMO_NAME
     if _taken(url.port or 6379):
         base.say_error(

@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from opentelemetry import trace
 
 from tokenfleet.worker.demo_view import View
-from tokenfleet.worker.worker_process import WorkerProcess
+from tokenfleet.worker.worker_process import WorkerDied, WorkerProcess
 
 if TYPE_CHECKING:
     from tokenfleet.producer import AsyncClient, AsyncJob, Event
@@ -34,6 +34,8 @@ LEASE_S = 2.0
 KILL_AFTER_TOKENS = 20
 """The worker that dies has at least two jobs that are this far."""
 ARRIVAL_S = 0.4
+EARLY_JOBS = 2
+"""Submitted at once, for the worker that is up first; the others wait for both workers."""
 
 PROMPTS: tuple[tuple[str, int], ...] = (
     ("Tell me a short story about a lighthouse keeper.", 160),
@@ -126,6 +128,7 @@ class Demo:
         self._trace_file = self._files.with_suffix(".jsonl")
         self._jobs = [Watched(n, prompt) for n, (prompt, _) in enumerate(config.prompts, start=1)]
         self._workers: dict[str, WorkerProcess] = {}
+        self._all_ready = asyncio.Event()
 
     async def run(self) -> int:
         """The exit code; every process that was started has ended by then."""
@@ -142,7 +145,6 @@ class Demo:
         exporters = Exporters(ExportConfig(service="demo-producer", trace_file=self._trace_file))
         stack.callback(exporters.shutdown, 2.0)
         trace.set_tracer_provider(exporters.tracer_provider)
-        self._say("preparing SmolLM2-135M-Instruct (converted once, then cached)")
         model = await asyncio.to_thread(prepare_smollm2)
         server = stack.enter_context(EmbeddedServer())
         self._say(f"embedded server at {server.url}")
@@ -180,10 +182,13 @@ class Demo:
         """Submit one after the other, follow all at once, and kill a worker meanwhile."""
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(self._watch_workers())
+            group.create_task(self._await_workers())
             if self._config.kill:
                 group.create_task(self._kill_one())
             followers = []
             for job, (prompt, max_tokens) in zip(self._jobs, self._config.prompts, strict=True):
+                if job.number > EARLY_JOBS:
+                    await self._all_ready.wait()
                 await self._submit(client, exporters, job, prompt, max_tokens)
                 followers.append(group.create_task(self._follow(job)))
                 await asyncio.sleep(ARRIVAL_S)
@@ -236,11 +241,17 @@ class Demo:
             job.resumed_at = event.offset
             self._view.resumed(job)
 
-    async def _kill_one(self) -> None:
-        """SIGKILL the worker with the most jobs in the middle of their text."""
-        for worker in self._workers.values():
+    async def _await_workers(self) -> None:
+        async def one(worker: WorkerProcess) -> None:
             await worker.ready()
             self._say(f"{worker.name} is ready")
+
+        await asyncio.gather(*(one(worker) for worker in self._workers.values()))
+        self._all_ready.set()
+
+    async def _kill_one(self) -> None:
+        """SIGKILL a worker in the middle of its jobs' text, once the other can take them over."""
+        await self._all_ready.wait()
         while (victim := self._victim()) is None:
             if all(job.ended_at is not None for job in self._jobs):
                 return
@@ -250,12 +261,11 @@ class Demo:
         self._view.killed(victim.name, victim.pid, hit)
 
     def _victim(self) -> WorkerProcess | None:
-        busy = {name: self._running_on(name) for name in self._workers}
-        if not all(busy.values()):
-            return None
-        name = max(busy, key=lambda one: len(busy[one]))
-        far = [job for job in busy[name] if len(job.token_ids) >= KILL_AFTER_TOKENS]
-        return self._workers[name] if len(far) >= min(2, len(self._jobs)) else None
+        """The worker with the most jobs, when at least two of them are far enough."""
+        name = max(self._workers, key=lambda one: len(self._running_on(one)))
+        far = [j for j in self._running_on(name) if len(j.token_ids) >= KILL_AFTER_TOKENS]
+        submitted = all(job.job is not None for job in self._jobs)
+        return self._workers[name] if submitted and len(far) >= 2 else None
 
     def _running_on(self, name: str) -> list[Watched]:
         return [job for job in self._jobs if job.running and job.workers[-1:] == [name]]
@@ -263,7 +273,7 @@ class Demo:
     async def _watch_workers(self) -> None:
         """End the demo when nobody is left to run its jobs."""
         await asyncio.gather(*(worker.ended() for worker in self._workers.values()))
-        raise RuntimeError("\n".join(f"{w.name}: {w.last_lines()}" for w in self._workers.values()))
+        raise WorkerDied("\n".join(f"{w.name}: {w.last_lines()}" for w in self._workers.values()))
 
     def _say(self, text: str) -> None:
         self._view.say(text, self._elapsed())
@@ -274,10 +284,18 @@ class Demo:
 
 async def run_demo(config: DemoConfig, view: View) -> int:
     """The demo as a command: Ctrl-C and SIGTERM end it cleanly, with code 130."""
+    from tokenfleet.producer import TokenfleetError
+
     loop, main = asyncio.get_running_loop(), asyncio.current_task()
     assert main is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, main.cancel)
-    with suppress(asyncio.CancelledError):
-        return await Demo(config, view).run()
-    return 130
+    code = 1
+    try:
+        code = await Demo(config, view).run()
+    except* asyncio.CancelledError:
+        code = 130
+    except* (TokenfleetError, WorkerDied) as failed:
+        for error in failed.exceptions:
+            view.say(f"FAILED: {error}", 0.0)
+    return code

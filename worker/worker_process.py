@@ -121,7 +121,9 @@ class WorkerProcess:
         return "\n".join(lines[-count:])
 
     def _environment(self) -> dict[str, str]:
-        changed = {**os.environ, **self.environment}
+        """Ours, but no settings of the person who started us: this worker has its own."""
+        ours = {k: v for k, v in os.environ.items() if not k.startswith("TOKENFLEET_")}
+        changed = {**ours, **self.environment}
         return {name: value for name, value in changed.items() if value is not None}
 
 

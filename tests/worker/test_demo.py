@@ -90,10 +90,11 @@ def test_the_live_view_draws_every_job() -> None:
 
 
 @contextmanager
-def running_demo(trace_dir: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tokenfleet.worker.cli", "demo", "-o", "json", *flags]
+def running_demo(trace_dir: Path, step_ms: int = 15) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tokenfleet.worker.cli", "demo", "-o", "json"]
     process = subprocess.Popen(
-        [*command, "--trace-dir", str(trace_dir), "--simulated-step-ms", "15"],
+        [*command, "--trace-dir", str(trace_dir), "--simulated-step-ms", str(step_ms)],
+        env={**os.environ, "TOKENFLEET_NAMESPACE": "a-setting-of-the-person-who-runs-it"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -145,6 +146,17 @@ def test_the_demo_kills_a_worker_loses_nothing_and_ends_by_itself(tmp_path: Path
     assert {e["attributes"]["tokenfleet.job.offset"] for e in resumed} >= {
         job["resumed_at"] for job in moved
     }
+    assert left_behind(said) == []
+
+
+@pytest.mark.smollm2
+def test_a_worker_that_cannot_start_fails_the_demo_with_its_last_words(tmp_path: Path) -> None:
+    with running_demo(tmp_path, step_ms=-1) as demo:
+        _, said = demo.communicate(timeout=60)
+    assert demo.returncode == 1
+    assert "FAILED: worker-" in said
+    assert "simulated_step_ms" in said
+    assert "Traceback" not in said
     assert left_behind(said) == []
 
 
