@@ -34,6 +34,7 @@ FUNCTIONS = (
     "tf_gelu_tanh_mul",
     "tf_rope_kv",
     "tf_paged_attention",
+    "tf_quantize_rows",
     "tf_linear_int8",
     "tf_linear_bf16",
 )

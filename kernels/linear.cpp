@@ -71,7 +71,7 @@ template <typename T> void quantize_row(const T* x, int64_t width, int8_t* to, i
         i32x16 rounded = round_to_int(v * inverse);
         typedef int8_t i8x16 __attribute__((vector_size(16)));
         i8x16 narrow = __builtin_convertvector(rounded, i8x16);
-        memcpy(to + i, &narrow, 16);
+        memcpy(to + i, &narrow, stride - i < 16 ? stride - i : 16);
     }
 }
 
@@ -265,6 +265,22 @@ EXPORT int32_t tf_linear_features() {
     features |= BF16_BLOCKS;
 #endif
     return features;
+}
+
+struct QuantizeArguments {
+    const void* x;  // [rows, width], contiguous
+    int8_t* values;
+    float* scales;
+    int64_t rows, width, dtype;
+};
+
+EXPORT void tf_quantize_rows(const QuantizeArguments* arguments) {
+    const QuantizeArguments a = *arguments;
+    with_dtype(a.dtype, [&]<typename T>(T*) {
+#pragma omp parallel for if (a.rows * a.width > SERIAL_ELEMENTS) schedule(static)
+        for (int64_t row = 0; row < a.rows; row++)
+            quantize_row((const T*)a.x + row * a.width, a.width, a.values + row * a.width, a.width, a.scales + row);
+    });
 }
 
 // x [rows, in] with a row stride, of dtype -> out [rows, columns] contiguous, of the same dtype.

@@ -10,6 +10,7 @@ copy is kept. What is computed depends on weight, bias and quantization alone, n
     int8 blocks  the same values in the blocks of tiles.h; the C++ product, on AMX or AVX-512 VNNI
 """
 
+import ctypes
 import struct
 from dataclasses import dataclass
 
@@ -24,10 +25,11 @@ QUANTIZATIONS = ("int8",)
 # every number of rows from 1 to 564
 ROWS_HINT = 32
 
-# the features of linear.cpp, and its argument struct in two parts
+# the features of linear.cpp; its argument struct in two parts, and that of the rounding alone
 INT8, BF16_BLOCKS = 1, 2
 _PACK_WEIGHT = struct.Struct("@4P2q").pack
 _PACK_CALL = struct.Struct("@2P4q").pack
+_PACK_QUANTIZE = struct.Struct("@3P3q").pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def pack_linear(
     library = compiled(weight)
     features = library.tf_linear_features() if library else 0
     if quantization == "int8":
-        values, scale = quantize_rows(weight)
+        values, scale = _quantize_weight(weight.contiguous(), library)
         if not features & INT8:
             return PackedWeight(*shape, "int8", values, bias, scale)
         offset = 128 * values.sum(dim=1, dtype=torch.int32)
@@ -130,8 +132,10 @@ def to_blocks(weight: Tensor) -> Tensor:
     data = weight.contiguous().view(torch.uint8)
     columns, depth = -(-data.shape[0] // 16), -(-data.shape[1] // 64)
     padding = (0, depth * 64 - data.shape[1], 0, columns * 16 - data.shape[0])
-    blocks = torch.nn.functional.pad(data, padding).view(columns, 16, depth, 16, 4)
-    return blocks.permute(0, 2, 3, 1, 4).contiguous().view(columns, depth, 16, 64)
+    if any(padding):
+        data = torch.nn.functional.pad(data, padding)
+    blocks = data.view(torch.int32).view(columns, 16, depth, 16)  # four bytes move together
+    return blocks.permute(0, 2, 3, 1).contiguous().view(torch.uint8)
 
 
 def _in_blocks(
@@ -147,6 +151,21 @@ def _in_blocks(
     pointers = (0 if x is None else x.data_ptr() for x in (data, scale, offset, bias))
     packed = _PACK_WEIGHT(*pointers, in_features, out_features)
     return PackedWeight(out_features, in_features, dtype, layout, data, bias, scale, offset, packed)
+
+
+def _quantize_weight(weight: Tensor, library: ctypes.CDLL | None) -> tuple[Tensor, Tensor]:
+    """quantize_rows, compiled where it can be: a model has many weights."""
+    if library is None:
+        return quantize_rows(weight)
+    values = torch.empty(weight.shape, dtype=torch.int8)
+    scale = torch.empty(weight.shape[0])
+    library.tf_quantize_rows(
+        _PACK_QUANTIZE(
+            weight.data_ptr(), values.data_ptr(), scale.data_ptr(),
+            *weight.shape, DTYPE_CODES[weight.dtype],
+        )
+    )  # fmt: skip
+    return values, scale
 
 
 def _onednn_takes(weight: Tensor) -> bool:

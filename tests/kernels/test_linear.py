@@ -124,6 +124,22 @@ def test_both_instruction_sets_give_what_torch_gives(quantization, rows, path):
         np.testing.assert_allclose(out.double(), x.double() @ weight.double().t(), **close)
 
 
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 1), (63, 123), (5, 576)])
+def test_weights_are_rounded_alike_by_every_backend(shape, dtype):
+    weight = draw(shape, dtype, 1)
+    weight[0] = 0.0
+    with backend_module.using("reference"):
+        plain = pack_linear(weight, quantization="int8")
+    with backend_module.using("cpp"):
+        packed = pack_linear(weight, quantization="int8")
+    assert torch.equal(plain.scale, packed.scale)
+    if packed.layout == "int8 blocks":
+        assert torch.equal(ops.to_blocks(plain.data), packed.data)
+    else:
+        assert torch.equal(plain.data, packed.data)
+
+
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_a_row_gives_the_same_bits_alone_and_in_any_batch(quantization):
     x = draw((70, 576), torch.bfloat16, 1)
