@@ -73,7 +73,7 @@ def run_core(core: Any, jobs: Jobs) -> dict[str, float]:
     for number, (prompt, output) in enumerate(jobs):
         params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
         core.add(EngineRequest(str(number), prompt, params))
-    steps = rows = 0
+    steps = 0
     used, needed, spare = 0, 0, 0.0
     while core.has_work:
         events = core.step()
@@ -82,14 +82,14 @@ def run_core(core: Any, jobs: Jobs) -> dict[str, float]:
             seen[event.id].tokens(now, len(event.token_ids))
         stats = core.stats
         steps += 1
-        rows += stats.running
         used, needed = max(used, stats.blocks_used), max(needed, stats.blocks_needed)
         if stats.running:
             over = (stats.blocks_used - stats.blocks_needed) / stats.running
             spare = max(spare, over)
-    return figures_of(list(seen.values())) | {
+    figures = figures_of(list(seen.values()))
+    return figures | {
         "steps": steps,
-        "mean_batch": rows / max(1, steps),
+        "mean_batch": figures["output_tokens"] / max(1, steps),
         "blocks_used_max": used,
         "blocks_needed_max": needed,
         "blocks_spare_per_sequence_max": spare,
@@ -143,7 +143,8 @@ def run_generate(model: Any, jobs: Jobs, batch_size: int) -> dict[str, float]:
         for number in batch:
             for moment in times[: jobs[number][1]]:
                 seen[number].tokens(moment, 1)
-    return figures_of(seen) | {"steps": steps, "mean_batch": float(batch_size)}
+    figures = figures_of(seen)
+    return figures | {"steps": steps, "mean_batch": figures["output_tokens"] / steps}
 
 
 _OPENERS: dict[str, Callable[[dict[str, Any]], tuple[Runner, dict[str, Any]]]] = {

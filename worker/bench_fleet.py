@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from tokenfleet.producer import semconv
 from tokenfleet.worker.bench import (
     UNSET,
     BenchConfig,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from tokenfleet.producer.embedded import EmbeddedServer
 
 MODEL_NAME = "bench"
+STEPS = f"{semconv.STEPS}_total"
 
 
 class FleetContender:
@@ -67,8 +69,14 @@ class FleetContender:
         self._stack.close()
 
     def run(self, workload: Workload) -> dict[str, float]:
+        before = self._runner.run(self._worker.metric(STEPS))
         figures = self._runner.run(self._play(workload))
-        return figures | {"peak_rss_bytes": float(peak_rss_of_group(self._worker.pid))}
+        steps = self._runner.run(self._worker.metric(STEPS)) - before
+        return figures | {
+            "steps": steps,
+            "mean_batch": figures["output_tokens"] / max(1.0, steps),
+            "peak_rss_bytes": float(peak_rss_of_group(self._worker.pid)),
+        }
 
     def _make_worker(self, server: EmbeddedServer, logs: Path) -> WorkerProcess:
         slots = self._config.slots()

@@ -19,6 +19,7 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.05
+PAGE_TIMEOUT_S = 5.0
 
 
 class WorkerDied(RuntimeError):
@@ -88,6 +89,12 @@ class WorkerProcess:
                 raise WorkerDied(f"{self.name} ended at its start:\n{self.last_lines()}")
             await asyncio.sleep(POLL_S)
 
+    async def metric(self, name: str) -> float:
+        """A figure of /metrics, summed over its labels; 0 while there is none."""
+        _, page = await _get(self.health_port, "/metrics")
+        lines = [line for line in page.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
     async def ended(self) -> int:
         """Wait for its end, for whatever reason; the exit code."""
         if self._process is None:
@@ -146,18 +153,25 @@ def free_port() -> int:
         return port
 
 
-async def _is_ready(port: int) -> bool:
+async def _get(port: int, path: str) -> tuple[int, str]:
+    """Status and body of a page on this machine; raises OSError and TimeoutError."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    except OSError:
-        return False
-    try:
-        writer.write(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        status = await asyncio.wait_for(reader.readline(), timeout=2.0)
-        return b" 200 " in status
-    except (OSError, TimeoutError):
-        return False
+        request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        writer.write(request.encode())
+        answer = await asyncio.wait_for(reader.read(), PAGE_TIMEOUT_S)
     finally:
         writer.close()
         with suppress(OSError):
             await writer.wait_closed()
+    head, _, body = answer.decode().partition("\r\n\r\n")
+    words = head.split(" ", 2)
+    return (int(words[1]) if len(words) > 1 else 0), body
+
+
+async def _is_ready(port: int) -> bool:
+    try:
+        status, _ = await _get(port, "/readyz")
+    except (OSError, TimeoutError):
+        return False
+    return status == 200
