@@ -79,17 +79,26 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     if not rows.filtered or logits.shape[1] <= CANDIDATES:
         return _draw_from_all(warp(logits, rows), rows.keys)
     scaled = logits / rows.temperature[:, None]
-    best, ids = scaled.topk(CANDIDATES, dim=-1)
+    best, ids = _best(scaled, CANDIDATES)
     keep = _kept(best, scaled.logsumexp(-1), rows)
+    # a kept value ties the last candidate's, or top-k's mass reaches beyond the candidates
+    deeper = (keep & (best == best[:, -1:])).any(-1)
+    deeper |= (rows.top_k > CANDIDATES) & (rows.top_k < logits.shape[1])
     best = best.masked_fill(~keep, -torch.inf)
     picked = (best + gumbel(rows.keys, ids.to(torch.int32))).argmax(dim=-1, keepdim=True)
     chosen = ids.gather(1, picked)[:, 0]
-    # the last candidate survived, or top-k's mass reaches beyond the candidates
-    deeper = keep[:, -1] | ((rows.top_k > CANDIDATES) & (rows.top_k < logits.shape[1]))
     if bool(deeper.any()):
         rest = rows.rows(deeper)
         chosen[deeper] = _draw_from_all(warp(logits[deeper], rest), rest.keys)
     return chosen
+
+
+def _best(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` best values of each row and their ids; of equal ones the lowest id first."""
+    best, ids = scaled.topk(count, dim=-1)
+    ids, order = ids.sort(dim=-1)
+    best, order = best.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    return best, ids.gather(1, order)
 
 
 def _kept(ordered: Tensor, total: Tensor, rows: SamplingRows) -> Tensor:

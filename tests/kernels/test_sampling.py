@@ -71,9 +71,18 @@ def test_the_possible_set_and_its_probabilities_are_transformers(vocab):
 def test_the_fast_draw_is_the_full_sort_draw(vocab, sharp):
     torch.manual_seed(vocab)
     logits = torch.randn(len(GRID), vocab) * sharp
+    logits[::2] = logits[::2].bfloat16().float()  # ties, as a model in bf16 makes them
     rows = rows_of(GRID, vocab)
     noise = gumbel(rows.keys, torch.arange(vocab, dtype=torch.int32)[None])
     assert torch.equal(sample(logits, rows), (warp(logits, rows) + noise).argmax(-1))
+
+
+def test_a_cut_through_equal_logits_takes_the_lowest_ids_on_both_ways():
+    torch.manual_seed(0)
+    logits = torch.randint(0, 2, (400, 2000)).float()
+    rows = rows_of([(1.0, 0, 0.2, 0.0)] * 400, 2000)
+    drawn = sample(logits, rows)
+    assert torch.isfinite(warp(logits, rows).gather(1, drawn[:, None])).all()
 
 
 def test_the_fast_draw_falls_back_when_the_cut_lies_deeper(monkeypatch):
