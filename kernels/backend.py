@@ -8,11 +8,11 @@ operations of one forward pass come from the same choice. `TOKENFLEET_KERNELS` n
     auto        cpp where it can be built, otherwise reference, said in one log line (default)
 """
 
-import contextlib
 import ctypes
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -58,8 +58,6 @@ class Backend:
             )
         self.library = None if wanted == "reference" else self._load(required=wanted == "cpp")
         self.name = "reference" if self.library is None else "cpp"
-        if self.library is not None:
-            keep_freed_memory()
         return self.name
 
     def _load(self, *, required: bool) -> ctypes.CDLL | None:
@@ -86,21 +84,6 @@ def load_library() -> ctypes.CDLL:
     return library
 
 
-def keep_freed_memory() -> None:
-    """Let glibc's heap keep what is freed, for the next step's activations.
-
-    By default blocks of more than 128 KiB go back to the system when freed, and come again page by
-    faulting page: a quarter of the time of a prompt's products. Up to 512 MiB stay with the
-    process, never more than it had in use at once. Other C libraries are left as they are.
-    """
-    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # the codes of malloc.h
-    with contextlib.suppress(AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(mmap_threshold, 32 << 20)  # the most that glibc takes
-        mallopt(trim_threshold, 512 << 20)
-        mallopt(top_pad, 16 << 20)
-
-
 backend = Backend()
 
 
@@ -111,7 +94,7 @@ def compiled(x: torch.Tensor) -> ctypes.CDLL | None:
     return backend.library if x.is_cpu and x.dtype in DTYPE_CODES else None
 
 
-@contextlib.contextmanager
+@contextmanager
 def using(choice: str) -> Iterator[str]:
     """Run the body with another choice (tests and benchmarks; not for concurrent threads)."""
     before = backend.name, backend.library

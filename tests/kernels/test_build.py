@@ -2,8 +2,6 @@
 
 import logging
 import os
-import platform
-import resource
 import shutil
 import subprocess
 import sys
@@ -127,19 +125,6 @@ def test_one_openmp_runtime_serves_torch_and_the_kernels():
     names = ("libgomp", "libiomp", "libomp")
     runtimes = {path for path in mapped if Path(path).name.startswith(names)}
     assert runtimes == {str(build.find_openmp_runtime())}
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's heap is told so")
-def test_memory_of_a_step_is_there_for_the_next_without_page_faults():
-    def page_faults_of_a_step() -> int:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.empty(4 << 20, dtype=torch.uint8).zero_()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-    with using("cpp"):
-        for _ in range(20):  # aligned blocks take some turns to find their places in the heap
-            page_faults_of_a_step()
-        assert sum(page_faults_of_a_step() for _ in range(4)) < 100  # of 4,096 pages
 
 
 def test_command_prints_the_path(capsys):
