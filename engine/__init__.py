@@ -13,14 +13,17 @@ if TYPE_CHECKING:
     from tokenfleet.engine.config import EngineConfig as EngineConfig
     from tokenfleet.engine.core import CoreEvent as CoreEvent
     from tokenfleet.engine.core import EngineCore as EngineCore
-    from tokenfleet.engine.core import EngineRequest as EngineRequest
+    from tokenfleet.engine.engine import Choice as Choice
     from tokenfleet.engine.engine import Engine as Engine
+    from tokenfleet.engine.engine import Output as Output
+    from tokenfleet.engine.engine import OutputEvent as OutputEvent
     from tokenfleet.engine.errors import CheckpointError as CheckpointError
     from tokenfleet.engine.errors import ConfigError as ConfigError
     from tokenfleet.engine.errors import EngineError as EngineError
     from tokenfleet.engine.errors import InvalidRequest as InvalidRequest
     from tokenfleet.engine.errors import InvariantBroken as InvariantBroken
     from tokenfleet.engine.errors import UnsupportedModel as UnsupportedModel
+    from tokenfleet.engine.request import EngineRequest as EngineRequest
     from tokenfleet.engine.sampling_params import SamplingParams as SamplingParams
     from tokenfleet.engine.stats import StepStats as StepStats
 

@@ -44,7 +44,8 @@ class Accounts:
         return bool(self._accounts or self.pending)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._accounts
+        waiting = any(event.id == request_id for event in self.pending)
+        return waiting or request_id in self._accounts
 
     def sequences(self) -> Iterator[Sequence]:
         """Every sequence of every open request."""
@@ -81,10 +82,10 @@ class Accounts:
             account.prompt_logprobs = [None] * len(request.prompt_token_ids)
         self._accounts[request.id] = account
         for sequence in sequences:
-            full = len(sequence.tokens) >= sequence.max_len
-            if full and (account.prompt_logprobs is None or sequence.choice > 0):
-                sequence.parent = None
-                self._end(account, sequence, "length", self.pending)
+            reason = _ended_before(sequence)
+            wants_prompt = account.prompt_logprobs is not None and sequence.choice == 0
+            if reason == "stop" or (reason == "length" and not wants_prompt):
+                self._end(account, sequence, reason, self.pending)
             else:
                 self._scheduler.add(sequence)
         if not sequences:
@@ -97,6 +98,13 @@ class Accounts:
             mine = choice is None or choice == sequence.choice
             if account and mine and sequence.state is not SequenceState.FINISHED:
                 self._end(account, sequence, "cancelled", self.pending)
+
+    def finish(self, request_id: str, choice: int) -> None:
+        """End a choice without an event: its owner saw the end in the text."""
+        account = self._accounts.get(request_id)
+        for sequence in account.sequences if account else ():
+            if account and choice == sequence.choice:
+                self._close(account, sequence)
 
     def settle(self, plan: StepPlan, outcomes: list[Outcome]) -> list[CoreEvent]:
         """Account for a step whose result is here; pending events come first.
@@ -147,10 +155,28 @@ class Accounts:
         self._close(account, sequence)
 
     def _close(self, account: Account, sequence: Sequence) -> None:
+        if sequence.state is SequenceState.FINISHED:
+            return
         self._scheduler.finish(sequence)
         account.num_open -= 1
         if not account.num_open:
             del self._accounts[account.request.id]
+
+
+def _ended_before(sequence: Sequence) -> str | None:
+    """Why a sequence has nothing left to make when it arrives, or None."""
+    constraint = sequence.constraint
+    if sequence.num_output and constraint is not None and constraint.complete:
+        return "stop"
+    if sequence.num_output and _is_end(sequence):
+        return "stop"
+    return "length" if len(sequence.tokens) >= sequence.max_len else None
+
+
+def _is_end(sequence: Sequence) -> bool:
+    """Whether the last token ends the output."""
+    long_enough = sequence.num_output > sequence.params.min_tokens
+    return long_enough and sequence.tokens[-1] in sequence.ending
 
 
 def _take_token(outcome: Outcome) -> str | None:
@@ -166,7 +192,7 @@ def _take_token(outcome: Outcome) -> str | None:
             return "error"
         if sequence.constraint.complete:
             return "stop"
-    if outcome.token in sequence.ending and sequence.num_output > sequence.params.min_tokens:
+    if _is_end(sequence):
         return "stop"
     return "length" if len(sequence.tokens) >= sequence.max_len else None
 

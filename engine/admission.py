@@ -6,6 +6,9 @@ A request is refused as a whole and before anything is queued.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Tokens
+
+import numpy as np
 
 from tokenfleet.engine.constraints import Constraint
 from tokenfleet.engine.errors import InvalidRequest
@@ -22,6 +25,8 @@ def check_request(request: EngineRequest, vocab_size: int, max_len: int) -> None
             `invalid_parameter`.
     """
     prompt, params = request.prompt_token_ids, request.params
+    if isinstance(prompt, (str, bytes)) or not isinstance(prompt, (Tokens, np.ndarray)):
+        raise InvalidRequest("bad_prompt", f"a prompt is a list of token ids, got {prompt!r:.50}")
     if not len(prompt):
         raise InvalidRequest("empty_prompt", "the prompt has no tokens; send at least one")
     _check_ids("prompt_token_ids", prompt, vocab_size)
@@ -42,8 +47,15 @@ def check_request(request: EngineRequest, vocab_size: int, max_len: int) -> None
         raise InvalidRequest(
             "invalid_parameter", f"resume has {len(request.resume)} outputs and n is {params.n}"
         )
+    room = max_len - len(prompt)
     for output in request.resume:
         _check_ids("resume", output, vocab_size)
+        if len(output) > min(room, room if params.max_tokens is None else params.max_tokens):
+            raise InvalidRequest(
+                "invalid_parameter",
+                f"resume has an output of {len(output)} tokens, more than max_tokens or "
+                f"max_model_len allow",
+            )
 
 
 def longest(request: EngineRequest, max_len: int, pool_tokens: int) -> int:
@@ -74,7 +86,7 @@ def sequences_of(
     constraint: Constraint | None = None,
 ) -> list[Sequence]:
     """One sequence per choice that has not ended; the first is the others' parent."""
-    prompt = list(request.prompt_token_ids)
+    prompt = [int(token) for token in request.prompt_token_ids]
     sequences: list[Sequence] = []
     for choice in range(request.params.n):
         if choice in request.ended:
@@ -119,7 +131,8 @@ def _advanced(constraint: Constraint | None, tokens: Iterable[int]) -> Constrain
 
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
     for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+        whole = isinstance(token, (int, np.integer)) and not isinstance(token, bool)
+        if not whole or not 0 <= token < vocab_size:
             raise InvalidRequest(
                 "token_out_of_range",
                 f"{name} contains {token!r}; token ids of this model are 0 to {vocab_size - 1}",

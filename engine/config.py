@@ -1,6 +1,6 @@
 """What an engine is started with; a config that exists is in range.
 
-Whether it fits the model and the machine is decided where those are known (execution/memory.py).
+Whether it fits the model and the machine is decided where those are known (execution/placement.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class EngineConfig:
     prefix_cache: bool = True
     """Keep finished blocks for prompts that begin alike."""
     gpu_memory_fraction: float = 0.9
-    """Share of the card's memory this process may use; on a CPU, half of it is the bound."""
+    """Share of the card's memory that this process may use. On a CPU it means nothing: a quarter of
+    the memory that is available at the start may go to KV blocks there."""
     enforce_eager: bool = False
     """No CUDA graphs and no compiled pieces."""
     dtype: str = "auto"

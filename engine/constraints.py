@@ -33,8 +33,9 @@ COMPILE_LIMIT_S = 10.0
 class Constraint:
     """Where one output is in its grammar."""
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
+        self.vocab_size = vocab_size
 
     @property
     def matcher(self) -> Any:
@@ -54,7 +55,7 @@ class Constraint:
 
     def copy(self) -> Constraint:
         """An independent constraint at the same place."""
-        return Constraint(self._matcher.deep_copy())
+        return Constraint(self._matcher.deep_copy(), self.vocab_size)
 
 
 class ConstraintCompiler:
@@ -90,8 +91,9 @@ class ConstraintCompiler:
         reason = LLMatcher.validate_grammar(grammar, self._tokenizer)
         if not reason:
             matcher = LLMatcher(self._tokenizer, grammar)
+            matcher.compute_bitmask()  # a grammar too wide for the parser shows here, not in a step
             if not matcher.is_error():
-                return Constraint(matcher)
+                return Constraint(matcher, self.vocab_size)
             reason = matcher.get_error()
         raise InvalidRequest(
             "unsupported_grammar", f"structured_outputs cannot be compiled: {reason}"
@@ -110,11 +112,15 @@ def allowed_tokens(constraints: Sequence[Constraint], vocab_size: int) -> NDArra
     """Which tokens each of R constraints allows next, bool [R, vocab_size]."""
     from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
-    words = allocate_token_bitmask(len(constraints), vocab_size)
+    width = constraints[0].vocab_size
+    words = allocate_token_bitmask(len(constraints), width)
     matchers = [(constraint.matcher, row) for row, constraint in enumerate(constraints)]
     fill_next_token_bitmask_par(_executor(), matchers, words)
     bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
-    return bits[:, :vocab_size].astype(bool)
+    allowed = np.zeros((len(constraints), vocab_size), bool)
+    common = min(width, vocab_size)
+    allowed[:, :common] = bits[:, :common]
+    return allowed
 
 
 @cache
@@ -136,7 +142,7 @@ def _grammar(wanted: Mapping[str, Any]) -> str:
         if kind == "regex":
             return str(LLMatcher.grammar_from_regex(value))
         if kind == "choice":
-            return str(LLMatcher.grammar_from_lark(_choice(value)))
+            return str(LLMatcher.grammar_from_regex(_choice(value)))
         return str(LLMatcher.grammar_from_lark(value))
     except (ValueError, TypeError) as error:
         raise InvalidRequest(
@@ -149,4 +155,9 @@ def _choice(options: Any) -> str:
         raise ValueError("choice takes a list of at least one string")
     if not all(isinstance(option, str) and option for option in options):
         raise ValueError("every choice is a string that is not empty")
-    return "start: " + " | ".join(json.dumps(option) for option in options)
+    return "|".join(_escaped(option) for option in options)
+
+
+def _escaped(text: str) -> str:
+    """A regular expression that matches this text alone, in the syntax of Rust's regex."""
+    return "".join(letter if letter.isalnum() else f"\\u{{{ord(letter):X}}}" for letter in text)

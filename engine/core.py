@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from tokenfleet.engine.accounts import Accounts
@@ -20,11 +20,13 @@ from tokenfleet.engine.errors import InvalidRequest, InvariantBroken
 from tokenfleet.engine.execution.loading import LoadedModel, load_model
 from tokenfleet.engine.request import CoreEvent, EngineRequest
 from tokenfleet.engine.sampling_params import SamplingParams
+from tokenfleet.engine.scheduling.audit import scheduler_faults
 from tokenfleet.engine.scheduling.block_pool import BlockPool
+from tokenfleet.engine.scheduling.limits import limits_of
 from tokenfleet.engine.scheduling.plan import StepPlan
 from tokenfleet.engine.scheduling.prefix_cache import PrefixCache
-from tokenfleet.engine.scheduling.scheduler import Scheduler, limits_of
-from tokenfleet.engine.scheduling.sequence import Sequence
+from tokenfleet.engine.scheduling.scheduler import Scheduler
+from tokenfleet.engine.scheduling.sequence import Sequence, SequenceState
 from tokenfleet.engine.stats import StepStats
 
 __all__ = ["CoreEvent", "EngineCore", "EngineRequest"]
@@ -38,7 +40,7 @@ class EngineCore:
 
     Args:
         config: what to load and how much of the machine to use.
-        known_vocab: ids from this on are never sampled; None = the model's whole vocabulary.
+        known_tokens: ids that the tokenizer has, the others are never sampled; None = all.
         compiler: of structured outputs; None refuses requests that ask for them.
         load: makes the model; replaced where a step is simulated.
 
@@ -50,11 +52,11 @@ class EngineCore:
         self,
         config: EngineConfig,
         *,
-        known_vocab: int | None = None,
+        known_tokens: Collection[int] | None = None,
         compiler: ConstraintCompiler | None = None,
-        load: Callable[[EngineConfig, int | None], LoadedModel] = load_model,
+        load: Callable[[EngineConfig, Collection[int] | None], LoadedModel] = load_model,
     ) -> None:
-        model = load(config, known_vocab)
+        model = load(config, known_tokens)
         self.config = config
         self.spec = model.spec
         self.runner = model.runner
@@ -129,6 +131,10 @@ class EngineCore:
         else:
             self._accounts.abort(request_id, choice)
 
+    def finish(self, request_id: str, choice: int) -> None:
+        """End one choice without an event: a stop string was found in its text."""
+        self._accounts.finish(request_id, choice)
+
     def _check(self, request: EngineRequest) -> int:
         """Refuse a request, or tell the length at which its sequences end."""
         if request.id in self._accounts or request.id in self._compiling:
@@ -187,7 +193,8 @@ class EngineCore:
             events = self._accounts.settle(plan, self.runner.run(plan))
         else:
             events = self._accounts.give_pending()
-        self._adapt_budget()
+        if plan:
+            self._adapt_budget()
         self._report(plan, started, scheduled)
         return events
 
@@ -197,8 +204,12 @@ class EngineCore:
         Raises:
             InvariantBroken: listing what contradicts itself.
         """
-        found = self.scheduler.faults()
+        found = scheduler_faults(self.scheduler)
         owned = set(self._accounts.sequences())
+        placed = {*self.scheduler.running, *self.scheduler.waiting}
+        held = {child for s in owned for child in s.children}
+        lost = [s for s in owned - placed - held if s.state is not SequenceState.FINISHED]
+        found += [f"{s.request_id}/{s.choice} is open and nowhere" for s in lost]
         orphans = [s for s in self.scheduler.running if s not in owned]
         found += [f"{s.request_id}/{s.choice} runs and no request owns it" for s in orphans]
         if not owned and self.scheduler.pool.num_used:
@@ -223,7 +234,7 @@ class EngineCore:
 
     def _report(self, plan: StepPlan, started: float, scheduled: float) -> None:
         scheduler, stats, timing = self.scheduler, self.stats, self.runner.timing
-        decodes = sum(chunk.sequence.num_output > 0 for chunk in plan.decodes)
+        decodes = sum(chunk.start >= chunk.sequence.num_prompt for chunk in plan.decodes)
         stats.step += bool(plan)
         stats.running = len(scheduler.running)
         stats.waiting = scheduler.waiting.num_waiting + scheduler.waiting.num_held
@@ -238,7 +249,7 @@ class EngineCore:
         stats.blocks_needed = scheduler.num_needed_blocks
         stats.cache_queries_total = scheduler.cache_queries
         stats.cache_hits_total = scheduler.cache_hits
-        stats.poisoned_rows_total = self._accounts.num_errors
+        stats.errors_total = self._accounts.num_errors
         stats.oom_retries_total += timing.out_of_memory if plan else 0
         stats.schedule_s = scheduled - started
         stats.forward_s = timing.forward_s if plan else 0.0

@@ -33,6 +33,10 @@ class Detokenizer(Protocol):
         """What is left, with U+FFFD for bytes that never became a character."""
         ...
 
+    def copy(self) -> Detokenizer:
+        """An independent one in the same state."""
+        ...
+
 
 class PieceTable:
     """The bytes of each token, worked out when first seen.
@@ -74,14 +78,20 @@ class ByteDetokenizer:
 
     def __init__(self, pieces: PieceTable) -> None:
         self._pieces = pieces
-        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._at_start = pieces.strips_first_space
 
     def push(self, token_id: int) -> str:
-        return self._strip(self._decode(self._pieces.bytes_of(token_id)))
+        return self._strip(self._decoder.decode(self._pieces.bytes_of(token_id)))
 
     def flush(self) -> str:
-        return self._strip(self._decode(b"", True))
+        return self._strip(self._decoder.decode(b"", True))
+
+    def copy(self) -> ByteDetokenizer:
+        twin = ByteDetokenizer(self._pieces)
+        twin._decoder.setstate(self._decoder.getstate())
+        twin._at_start = self._at_start
+        return twin
 
     def _strip(self, text: str) -> str:
         if self._at_start and text:
@@ -108,10 +118,15 @@ class WindowDetokenizer:
     def flush(self) -> str:
         before = self._tokenizer.decode(self._ids[: self._read], skip_special_tokens=self._skip)
         now = self._decode(0)
-        if len(now) > len(before):
+        if len(now) > len(before) or not now:
             self._ids = self._ids[self._read :]
             self._read = len(self._ids)
         return now[len(before) :]
+
+    def copy(self) -> WindowDetokenizer:
+        twin = WindowDetokenizer(self._tokenizer, skip_special_tokens=self._skip)
+        twin._ids, twin._read = list(self._ids), self._read
+        return twin
 
     def _decode(self, first: int) -> str:
         return self._tokenizer.decode(self._ids[first:], skip_special_tokens=self._skip)

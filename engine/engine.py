@@ -16,7 +16,7 @@ from tokenfleet.engine.errors import InvalidRequest
 from tokenfleet.engine.request import CoreEvent, EngineRequest, Logprobs
 from tokenfleet.engine.sampling_params import SamplingParams
 from tokenfleet.engine.stats import StepStats
-from tokenfleet.engine.text import TextCodec, TextStream
+from tokenfleet.engine.text import TextCodec, TextDelta, TextStream
 
 Prompt = str | Sequence[int]
 
@@ -102,11 +102,13 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self.text = TextCodec.load(config.model)
         self.core = EngineCore(
-            config, known_vocab=self.text.vocab_size, compiler=self.text.compiler()
+            config, known_tokens=self.text.known_tokens, compiler=self.text.compiler()
         )
         self._streams: dict[tuple[str, int], TextStream] = {}
         self._params: dict[str, SamplingParams] = {}
         self._names = count()
+        self._ready: list[OutputEvent] = []
+        """Events that came about outside of `step`, or while `generate` ran for others."""
 
     # -- whole prompts ---------------------------------------------------------------------
 
@@ -122,8 +124,10 @@ class Engine:
             params: for all, or one each.
 
         Raises:
-            ValueError: params is a list of another length than prompts.
+            ValueError: prompts is one text, or params is a list of another length than prompts.
         """
+        if isinstance(prompts, str):
+            raise ValueError("prompts is a list of prompts; for one text give [text]")
         each = _for_each(params, len(prompts))
         return self._run([self._as_request(p, own) for p, own in zip(prompts, each, strict=True)])
 
@@ -152,15 +156,18 @@ class Engine:
         """
         ids = self.text.encode(prompt) if isinstance(prompt, str) else prompt
         request = EngineRequest(request_id, ids, params or SamplingParams(), **more)
-        self.core.add(request)
-        self._open(request)
+        self._add(request)
 
     def fork(
         self, request_id: str, new_id: str, params: SamplingParams | None = None, choice: int = 0
     ) -> None:
         """Branch a running request; see EngineCore.fork. The text starts behind the fork."""
         self.core.fork(request_id, new_id, params, choice)
-        self._open(EngineRequest(new_id, (), params or self._params[request_id]))
+        trunk = self._streams[request_id, choice]
+        own = params or self._params[request_id]
+        self._params[new_id] = own
+        for branch in range(own.n):
+            self._streams[new_id, branch] = self.text.fork(trunk, params)
 
     def abort(self, request_id: str) -> None:
         """End a request with one "cancelled" event in the next step; unknown ids do nothing."""
@@ -168,12 +175,14 @@ class Engine:
 
     def step(self) -> list[OutputEvent]:
         """Compute one step; events of the choices that got something, [] when idle."""
-        return list(self._with_text(self.core.step()))
+        events = [*self._ready, *self._with_text(self.core.step())]
+        self._ready = []
+        return events
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do or report something."""
-        return self.core.has_work
+        return bool(self._ready) or self.core.has_work
 
     @property
     def stats(self) -> StepStats:
@@ -187,12 +196,11 @@ class Engine:
     # -- inside ----------------------------------------------------------------------------
 
     def _as_request(self, prompt: Prompt, params: SamplingParams) -> EngineRequest | InvalidRequest:
-        name = f"generate-{next(self._names)}"
         try:
-            ids = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
-            return EngineRequest(name, ids, params)
-        except (TypeError, ValueError) as error:
-            return InvalidRequest("bad_prompt", f"a prompt is text or token ids: {error}")
+            ids = self.text.encode(prompt) if isinstance(prompt, str) else prompt
+        except InvalidRequest as refusal:
+            return refusal
+        return EngineRequest(f"generate-{next(self._names)}", ids, params)
 
     def _run(self, requests: list[EngineRequest | InvalidRequest]) -> list[Output]:
         outputs: list[Output] = []
@@ -202,47 +210,80 @@ class Engine:
             outputs.append(output)
             if accepted is not None:
                 by_id[accepted] = output
-        while any(choice.finish_reason is None for o in by_id.values() for choice in o.choices):
-            for event in self.step():
-                if event.id in by_id:
-                    by_id[event.id].choices[event.choice].extend(event)
+        try:
+            self._fill(by_id)
+        finally:
+            for name in by_id:
+                self.abort(name)
         for output in outputs:
             for choice in output.choices[1:]:
                 choice.prompt_logprobs = output.prompt_logprobs
         return outputs
+
+    def _fill(self, outputs: dict[str, Output]) -> None:
+        """Step until these outputs have ended; events of others wait for `step`."""
+        others, self._ready = self._ready, []
+        while any(choice.finish_reason is None for o in outputs.values() for choice in o.choices):
+            for event in self.step():
+                if event.id in outputs:
+                    outputs[event.id].choices[event.choice].extend(event)
+                else:
+                    others.append(event)
+        self._ready = others
 
     def _accept(self, request: EngineRequest | InvalidRequest) -> tuple[Output, str | None]:
         """An output to fill and its id; one that is in error, and None, when it is refused."""
         try:
             if isinstance(request, InvalidRequest):
                 raise request
-            self.core.add(request)
+            self._add(request)
         except InvalidRequest as refusal:
             return Output([], [Choice(finish_reason="error", error=str(refusal))]), None
-        self._open(request)
         choices = [Choice() for _ in range(request.params.n)]
         return Output(list(request.prompt_token_ids), choices), request.id
 
-    def _open(self, request: EngineRequest) -> None:
-        self._params[request.id] = request.params
-        for choice in range(request.params.n):
-            if choice not in request.ended:
-                stream = self.text.stream(request.params)
-                if choice < len(request.resume):
-                    stream.push(request.resume[choice])
-                self._streams[request.id, choice] = stream
+    def _add(self, request: EngineRequest) -> None:
+        if any(event.id == request.id for event in self._ready):
+            raise InvalidRequest(
+                "duplicate_id", f"events of {request.id!r} have not been taken yet"
+            )
+        self.core.add(request)
+        open_choices = [c for c in range(request.params.n) if c not in request.ended]
+        if open_choices:
+            self._params[request.id] = request.params
+        for choice in open_choices:
+            self._streams[request.id, choice] = self.text.stream(request.params)
+        for choice in open_choices:
+            if choice < len(request.resume):
+                self._replay(request, choice)
+
+    def _replay(self, request: EngineRequest, choice: int) -> None:
+        """Bring a resumed output's text to where it was; a stop string in it has ended it."""
+        delta = self._streams[request.id, choice].push(request.resume[choice])
+        if delta.stop is not None:
+            self.core.finish(request.id, choice)
+            self._ready.append(OutputEvent(request.id, choice, [], "", "stop", stop=delta.stop))
+            self._close(request.id, choice)
 
     def _with_text(self, events: list[CoreEvent]) -> Iterator[OutputEvent]:
         for event in events:
             stream = self._streams.get((event.id, event.choice))
-            if stream is not None:  # None: its stop string was found, this is the core's echo
+            if stream is not None:
                 yield self._one_with_text(event, stream)
 
     def _one_with_text(self, event: CoreEvent, stream: TextStream) -> OutputEvent:
-        delta = stream.push(event.token_ids, ended=event.finish_reason is not None)
-        reason = "stop" if delta.stop is not None else event.finish_reason
-        if delta.stop is not None and event.finish_reason is None:
-            self.core.abort(event.id, event.choice)
+        error = event.error
+        try:
+            delta = stream.push(event.token_ids, ended=event.finish_reason is not None)
+        except Exception as broken:  # noqa: BLE001 - one output's text must not end the others
+            delta, error = TextDelta("", None, 0), f"its text cannot be decoded: {broken}"
+        reason = event.finish_reason
+        if error is not None:
+            reason = "error"
+        elif delta.stop is not None:
+            reason = "stop"
+        if reason is not None and event.finish_reason is None:
+            self.core.finish(event.id, event.choice)
         if reason is not None:
             self._close(event.id, event.choice)
         kept = delta.num_tokens
@@ -255,7 +296,7 @@ class Engine:
             logprobs=event.logprobs[:kept] if event.logprobs is not None else None,
             prompt_logprobs=event.prompt_logprobs,
             stop=delta.stop,
-            error=event.error,
+            error=error,
         )
 
     def _close(self, request_id: str, choice: int) -> None:
@@ -270,6 +311,9 @@ def _for_each(
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * length
+    for one in params:
+        if not isinstance(one, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, got {one!r}")
     if len(params) != length:
         raise ValueError(
             f"{len(params)} params for {length} prompts; give one each, or one for all"

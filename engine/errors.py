@@ -34,8 +34,9 @@ class InvalidRequest(EngineError):
     """One request is refused; the engine and all other requests go on.
 
     Args:
-        code: stable word for programs (`empty_prompt`, `prompt_too_long`, `token_out_of_range`,
-            `invalid_parameter`, `never_fits`, `duplicate_id`, `unsupported`).
+        code: stable word for programs: `empty_prompt`, `bad_prompt`, `prompt_too_long`,
+            `token_out_of_range`, `invalid_parameter`, `never_fits`, `duplicate_id`, `unknown_id`,
+            `unsupported`, `unsupported_grammar`, `no_chat_template`, `bad_messages`.
         message: sentence for people: the value, and the way out.
     """
 

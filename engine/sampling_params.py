@@ -5,10 +5,8 @@ A SamplingParams that exists is valid: whatever is out of range is refused when 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from tokenfleet.engine.errors import InvalidRequest
@@ -16,14 +14,11 @@ from tokenfleet.engine.errors import InvalidRequest
 MAX_N = 128
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
+MAX_TOKENS = 2**31 - 1
 GREEDY_BELOW = 1e-5
 """Temperatures under this are argmax: dividing by them overflows before it sharpens further."""
 
 STRUCTURED_KINDS = ("json", "regex", "choice", "grammar")
-
-
-def _no_bias() -> Mapping[int, float]:
-    return MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +59,7 @@ class SamplingParams:
     """Subtracted per occurrence in the output."""
     repetition_penalty: float = 1.0
     """Divides positive (multiplies negative) logits of tokens in prompt or output."""
-    logit_bias: Mapping[int, float] = field(default_factory=_no_bias)
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids."""
     logprobs: int | None = None
     """Report this many best tokens per position beside the chosen one; 0 = only the chosen."""
@@ -79,8 +74,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_stops(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+        object.__setattr__(self, "stop_token_ids", _as_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
         _check_lengths(self)
         _check_distribution(self)
         _check_stops(self)
@@ -102,8 +97,24 @@ class SamplingParams:
         )
 
 
-def _as_stops(stop: Sequence[str]) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+def _as_stops(stop: object) -> tuple[Any, ...]:
+    if isinstance(stop, str):
+        return (stop,)
+    if stop is None or isinstance(stop, Sequence):
+        return tuple(stop or ())
+    raise _refuse("stop", stop, "a string or a list of strings")
+
+
+def _as_ids(ids: object) -> tuple[Any, ...]:
+    if ids is None or (isinstance(ids, Sequence) and not isinstance(ids, str)):
+        return tuple(ids or ())
+    raise _refuse("stop_token_ids", ids, "a list of token ids")
+
+
+def _as_bias(bias: object) -> dict[Any, Any]:
+    if bias is None or isinstance(bias, Mapping):
+        return dict(bias or {})
+    raise _refuse("logit_bias", bias, "a mapping of token ids to numbers")
 
 
 def _refuse(name: str, value: object, want: str) -> InvalidRequest:
@@ -118,14 +129,14 @@ def _check_int(name: str, value: object, low: int, high: int | None, want: str) 
 
 def _check_float(name: str, value: object, low: float, high: float, want: str) -> None:
     good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not good or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type,operator]
+    if not good or not low <= value <= high:  # type: ignore[operator] # NaN fails both
         raise _refuse(name, value, want)
 
 
 def _check_lengths(p: SamplingParams) -> None:
     if p.max_tokens is not None:
-        _check_int("max_tokens", p.max_tokens, 0, None, "an integer of at least 0, or None")
-    _check_int("min_tokens", p.min_tokens, 0, None, "an integer of at least 0")
+        _check_int("max_tokens", p.max_tokens, 0, MAX_TOKENS, f"None, or 0 to {MAX_TOKENS}")
+    _check_int("min_tokens", p.min_tokens, 0, MAX_TOKENS, f"from 0 to {MAX_TOKENS}")
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         raise _refuse("min_tokens", p.min_tokens, f"at most max_tokens ({p.max_tokens})")
     _check_int("n", p.n, 1, MAX_N, f"an integer from 1 to {MAX_N}")
@@ -147,6 +158,9 @@ def _check_distribution(p: SamplingParams) -> None:
 
 
 def _check_stops(p: SamplingParams) -> None:
+    for name in ("ignore_eos", "include_stop", "skip_special_tokens"):
+        if not isinstance(getattr(p, name), bool):
+            raise _refuse(name, getattr(p, name), "true or false")
     if len(p.stop) > MAX_STOPS:
         raise _refuse("stop", f"{len(p.stop)} strings", f"at most {MAX_STOPS} strings")
     for text in p.stop:

@@ -37,7 +37,8 @@ class StepStats:
     schedule_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0
-    poisoned_rows_total: int = 0
+    errors_total: int = 0
+    """Sequences that ended in an error."""
     oom_retries_total: int = 0
     preempted_ids: list[str] = field(default_factory=list)
     """Requests that lost their blocks in this step."""

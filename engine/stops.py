@@ -8,6 +8,7 @@ counts, of two that complete together the longer one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 
@@ -45,6 +46,10 @@ class StopMatcher:
         keep = self._unfinished(text)
         self._held = text[len(text) - keep :]
         return Released(text[: len(text) - keep])
+
+    def copy(self) -> StopMatcher:
+        """An independent matcher that holds back the same."""
+        return copy(self)
 
     def flush(self) -> str:
         """The text ended otherwise: what was held back."""

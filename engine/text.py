@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -78,11 +79,15 @@ class TextCodec:
     @property
     def vocab_size(self) -> int:
         """One above the highest id that the tokenizer has."""
-        return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return max(self.known_tokens, default=-1) + 1
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a raw prompt, with the tokenizer's own BOS at most once."""
-        ids: list[int] = self.tokenizer.encode(text).ids
+        """Token ids of a raw prompt, with the tokenizer's own BOS at most once.
+
+        Raises:
+            InvalidRequest: `bad_prompt`: this is no text, or the tokenizer has no tokens for it.
+        """
+        ids = self._ids(text, add_special_tokens=True)
         bos = self._bos_id
         if bos is not None and ids[:2] == [bos, bos]:
             return ids[1:]
@@ -94,11 +99,11 @@ class TextCodec:
         """Token ids of a conversation in the model's chat template.
 
         Raises:
-            InvalidRequest: `no_chat_template`, or `bad_messages` when the template refuses them.
+            InvalidRequest: `no_chat_template`, `bad_messages` when the template refuses them, or
+                `bad_prompt` as in encode.
         """
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._ids(text, add_special_tokens=False)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
@@ -144,10 +149,30 @@ class TextCodec:
             detokenizer = WindowDetokenizer(self.tokenizer, skip_special_tokens=skip)
         else:
             detokenizer = ByteDetokenizer(pieces)
-        ending = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            ending |= self.eos_token_ids
-        return TextStream(detokenizer, params, ending)
+        return TextStream(detokenizer, params, self._ending(params))
+
+    def fork(self, stream: TextStream, params: SamplingParams | None) -> TextStream:
+        """The text of an output that branches off from another's; see TextStream.fork."""
+        return stream.fork(params, self._ending(params) if params else frozenset())
+
+    def _ending(self, params: SamplingParams) -> frozenset[int]:
+        own = frozenset(params.stop_token_ids)
+        return own if params.ignore_eos else own | self.eos_token_ids
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            encoded = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:
+            raise InvalidRequest(
+                "bad_prompt", f"the tokenizer cannot encode this prompt: {error}"
+            ) from error
+        ids: list[int] = encoded.ids
+        return ids
+
+    @cached_property
+    def known_tokens(self) -> frozenset[int]:
+        """Every id that the tokenizer has."""
+        return frozenset(self.tokenizer.get_vocab(with_added_tokens=True).values())
 
     @cached_property
     def _visible(self) -> PieceTable:
@@ -200,6 +225,17 @@ class TextStream:
         texts.append(last.text if last.stop is not None else last.text + self._stops.flush())
         return TextDelta("".join(texts), last.stop, len(token_ids))
 
+    def fork(self, params: SamplingParams | None, ending: frozenset[int]) -> TextStream:
+        """An independent text that goes on from here, with its own stops if it has parameters."""
+        twin = copy(self)
+        twin._detokenizer = self._detokenizer.copy()
+        twin._stops = self._stops.copy()
+        if params is not None:
+            twin._stops = StopMatcher(params.stop, include=params.include_stop)
+            twin._min_tokens, twin._ending = params.min_tokens, ending
+        twin._num_tokens = 0
+        return twin
+
     def _ends(self, token_ids: Sequence[int]) -> bool:
         return bool(token_ids) and token_ids[-1] in self._ending
 
@@ -218,7 +254,10 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     file = path / "tokenizer.json"
     try:
         if file.is_file():
-            return Tokenizer.from_file(str(file))
+            ready = Tokenizer.from_file(str(file))
+            ready.no_truncation()  # what a training script left in the file
+            ready.no_padding()
+            return ready
         from transformers import AutoTokenizer
 
         slow: Any = AutoTokenizer.from_pretrained(str(path))

@@ -174,7 +174,7 @@ def _make_core(
 
         before = time.monotonic()
         codec = TextCodec.load(engine_config.model)
-        core = EngineCore(engine_config, known_vocab=codec.vocab_size, compiler=codec.compiler())
+        core = EngineCore(engine_config, known_tokens=codec.known_tokens, compiler=codec.compiler())
     loaded = time.monotonic()
     return core, {
         "slots": engine_config.max_num_seqs,

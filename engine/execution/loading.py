@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -55,7 +56,7 @@ class LoadedModel:
     """Usable blocks, the null block not counted."""
 
 
-def load_model(config: EngineConfig, known_vocab: int | None = None) -> LoadedModel:
+def load_model(config: EngineConfig, known_tokens: Collection[int] | None = None) -> LoadedModel:
     """Read the checkpoint, place it, and allocate its KV blocks.
 
     Raises:
@@ -76,7 +77,7 @@ def load_model(config: EngineConfig, known_vocab: int | None = None) -> LoadedMo
         num_blocks=num_blocks,
         block_size=block_size,
         max_len=max_len,
-        known_vocab=min(known_vocab or spec.vocab_size, spec.vocab_size),
+        known_tokens=known_tokens,
         device=device,
     )
     return LoadedModel(spec, runner, max_len, block_size, num_blocks)

@@ -125,7 +125,9 @@ def available_memory_bytes() -> int:
     )
     machine = int(fields["MemAvailable"].split()[0]) * 1024
     limit = Path("/sys/fs/cgroup/memory.max")
-    used = Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
-        return min(machine, int(limit.read_text()) - int(used.read_text()))
-    return machine
+    if not limit.is_file() or limit.read_text().strip() == "max":
+        return machine
+    used = int((limit.parent / "memory.current").read_text())
+    lines = (limit.parent / "memory.stat").read_text().splitlines()
+    files = next((int(x.split()[1]) for x in lines if x.startswith("inactive_file ")), 0)
+    return min(machine, int(limit.read_text()) - used + files)

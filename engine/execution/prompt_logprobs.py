@@ -27,13 +27,17 @@ def wanted(chunk: Chunk) -> int:
 
 
 def prompt_logprobs(
-    chunk: Chunk, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]
+    chunk: Chunk,
+    hidden: Tensor,
+    logits_of: Callable[[Tensor], Tensor],
+    unknown: Tensor | None,
 ) -> list[tuple[int, Logprobs]]:
     """(position, report) of the prompt tokens that this chunk predicts.
 
     Args:
         hidden: [wanted(chunk), hidden size], the chunk's first rows.
         logits_of: hidden rows -> logits fp32 [rows, V].
+        unknown: ids that are not listed.
     """
     sequence = chunk.sequence
     found: list[tuple[int, Logprobs]] = []
@@ -44,6 +48,6 @@ def prompt_logprobs(
         reports: list[Logprobs | None] = [None] * len(tokens)
         top = np.full(len(tokens), sequence.params.prompt_logprobs, np.int64)
         logprobs = logits_of(rows).log_softmax(-1)
-        fill_reports(reports, logprobs, np.arange(len(tokens)), tokens, top)
+        fill_reports(reports, logprobs, np.arange(len(tokens)), tokens, top, unknown)
         found += [(at + i, report) for i, report in enumerate(reports) if report is not None]
     return found

@@ -8,7 +8,7 @@ writes the same again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,7 +26,8 @@ from tokenfleet.engine.scheduling.plan import Chunk, StepPlan
 from tokenfleet.kernels.paged_attention import KVPool
 
 FaultHook = Callable[[str, list[Chunk], Tensor | None], None]
-"""Called with "forward" (before it, no tensor) and "hidden" (its result, which may be changed)."""
+"""Called at "copy" and "forward" (before them, no tensor) and "hidden" (the result of a forward
+pass, which may be changed)."""
 
 
 @dataclass(slots=True)
@@ -56,7 +57,7 @@ class Runner:
 
     Args:
         num_blocks: usable blocks; one more is allocated as the null block.
-        known_vocab: ids from this on are never sampled.
+        known_tokens: ids that may be sampled; None = all.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Runner:
         num_blocks: int,
         block_size: int,
         max_len: int,
-        known_vocab: int,
+        known_tokens: Collection[int] | None,
         device: torch.device,
     ) -> None:
         self.decoder = decoder
@@ -75,7 +76,8 @@ class Runner:
         self.pools: list[KVPool] = decoder.make_pools(num_blocks + 1, block_size)
         self.slots = SlotTable(num_slots, block_size, max_len)
         self.params = ParamTable(num_slots, decoder.spec.vocab_size)
-        self.sampler = Sampler(self.params, self.slots, known_vocab)
+        self.unknown = _unknown(decoder.spec.vocab_size, known_tokens, device)
+        self.sampler = Sampler(self.params, self.slots, self.unknown)
         self.fault_hook: FaultHook | None = None
         self.timing = Timing()
 
@@ -87,18 +89,40 @@ class Runner:
             RuntimeError: the device is lost (a CUDA error), after which nothing here works.
         """
         self.timing = Timing()
-        for sequence in plan.admitted:
-            if sequence.slot >= 0:
-                self.slots.admit(sequence)
-                self.params.admit(sequence)
-        for sequence, first in plan.grown:
-            self.slots.update_blocks(sequence, first)
-        self._copy_blocks(plan.copies)
+        error = self._prepare(plan)
+        if error is not None:
+            return [Outcome(chunk, error=error) for chunk in plan.work]
         return self._contained(plan.work, tries=2)
+
+    def _prepare(self, plan: StepPlan) -> str | None:
+        """Bring rows and shared blocks up to the plan; why the step cannot be, if it cannot.
+
+        Doing it again after a part of it does no harm: copies read blocks that nobody writes to.
+        """
+        for last_try in (False, True):
+            try:
+                for sequence in plan.admitted:
+                    if sequence.slot >= 0:
+                        self.slots.admit(sequence)
+                        self.params.admit(sequence)
+                for sequence, first in plan.grown:
+                    self.slots.update_blocks(sequence, first)
+                self._copy_blocks(plan.copies)
+            except Exception as error:
+                if _is_fatal(error):
+                    raise
+                self.timing.out_of_memory += is_out_of_memory(error)
+                _free_cached_memory(self.device)
+                if last_try:
+                    return f"{type(error).__name__}: {error}"
+            else:
+                break
+        return None
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         if not copies:
             return
+        self._fault("copy", [], None)
         pairs = torch.tensor(copies, device=self.device).T
         for pool in self.pools:
             pool.k[pairs[1]] = pool.k[pairs[0]]
@@ -182,12 +206,20 @@ class Runner:
             if count and outcome.error is None:
                 first = int(inputs.attention.query_starts[i])
                 rows = hidden[first : first + count]
-                found = prompt_logprobs(outcome.chunk, rows, self.decoder.logits)
+                found = prompt_logprobs(outcome.chunk, rows, self.decoder.logits, self.unknown)
                 outcome.prompt_logprobs = found
 
     def _fault(self, point: str, work: list[Chunk], tensor: Tensor | None) -> None:
         if self.fault_hook is not None:
             self.fault_hook(point, work, tensor)
+
+
+def _unknown(vocab_size: int, known: Collection[int] | None, device: torch.device) -> Tensor | None:
+    """Ids of the model that the tokenizer does not have, int64; None when it has all."""
+    if known is None:
+        return None
+    missing = sorted(set(range(vocab_size)).difference(known))
+    return torch.tensor(missing, device=device) if missing else None
 
 
 def is_out_of_memory(error: Exception) -> bool:

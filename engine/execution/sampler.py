@@ -38,21 +38,21 @@ class Sampler:
     """Applies the parameters of the slots to logits.
 
     Args:
-        known_vocab: ids from this on do not exist in the tokenizer and are never chosen.
+        unknown: ids int64 that the tokenizer does not have; they are never chosen nor listed.
     """
 
-    def __init__(self, params: ParamTable, slots: SlotTable, known_vocab: int) -> None:
+    def __init__(self, params: ParamTable, slots: SlotTable, unknown: Tensor | None) -> None:
         self._params = params
         self._slots = slots
-        self._known_vocab = known_vocab
+        self._unknown = unknown
 
     def __call__(self, logits: Tensor, slots: Ids, ends: Ids) -> Sampled:
         """Sample from logits fp32 [R, V] (overwritten) for sequences of `ends` [R] tokens."""
         p = self._params
-        if self._known_vocab < logits.shape[1]:
-            logits[:, self._known_vocab :] = -torch.inf
         raw_rows = np.flatnonzero((p.logprobs[slots] >= 0) & ~p.processed[slots])
         raw = logits[raw_rows].log_softmax(-1) if raw_rows.size else None
+        if self._unknown is not None:
+            logits.index_fill_(1, self._unknown, -torch.inf)
         values, tokens = greedy(logits)
         poisoned = ~torch.isfinite(values)
         changed = self._adjust(logits, slots, ends)
@@ -121,10 +121,9 @@ class Sampler:
         if not rows.size:
             return False
         constraints = [p.constraint[slot] for slot in slots[rows].tolist()]
-        vocab = min(self._known_vocab, logits.shape[1])
-        allowed = torch.from_numpy(allowed_tokens(constraints, vocab)).to(logits.device)
+        allowed = torch.from_numpy(allowed_tokens(constraints, logits.shape[1])).to(logits.device)
         where = torch.from_numpy(rows).to(logits.device)
-        logits[where, :vocab] = logits[where, :vocab].masked_fill_(~allowed, -torch.inf)
+        logits[where] = logits[where].masked_fill_(~allowed, -torch.inf)
         return True
 
     def _reports(
@@ -137,10 +136,10 @@ class Sampler:
             return None
         reports: list[Logprobs | None] = [None] * len(slots)
         if raw is not None:
-            fill_reports(reports, raw, raw_rows, tokens, wanted)
+            fill_reports(reports, raw, raw_rows, tokens, wanted, self._unknown)
         if processed_rows.size:
             final = self._processed(logits, slots, ends, processed_rows)
-            fill_reports(reports, final, processed_rows, tokens, wanted)
+            fill_reports(reports, final, processed_rows, tokens, wanted, None)
         return reports
 
     def _processed(self, logits: Tensor, slots: Ids, ends: Ids, rows: Ids) -> Tensor:
@@ -154,15 +153,23 @@ class Sampler:
 
 
 def fill_reports(
-    reports: list[Logprobs | None], logprobs: Tensor, rows: Ids, tokens: Ids, wanted: Ids
+    reports: list[Logprobs | None],
+    logprobs: Tensor,
+    rows: Ids,
+    tokens: Ids,
+    wanted: Ids,
+    unknown: Tensor | None,
 ) -> None:
     """Set reports[row] for each of `rows`, whose log probabilities [len(rows), V] are given.
 
-    The chosen token is always in; then the `wanted[row]` best ones, those with -inf left out.
+    The chosen token is always in; then the `wanted[row]` best ones, without impossible ones and
+    without ids that the tokenizer does not have.
     """
     chosen = torch.from_numpy(tokens[rows]).to(logprobs.device)[:, None]
     own = logprobs.gather(1, chosen)[:, 0].tolist()
     most = int(wanted[rows].max())
+    if unknown is not None:
+        logprobs.index_fill_(1, unknown, -torch.inf)
     best, ids = logprobs.topk(most, dim=-1) if most else (logprobs[:, :0], logprobs[:, :0].long())
     for i, (values, names) in enumerate(zip(best.tolist(), ids.tolist(), strict=True)):
         row = rows[i]

@@ -8,8 +8,12 @@ holds it.
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence as Tokens
 from itertools import count
+
+MAX_CONTEXTS = 1024
+"""Roots that are remembered; the prefixes of one used longer ago are no longer found."""
 
 Key = tuple[int, bytes]
 """(parent node or context, tokens of the block as 32-bit integers)."""
@@ -25,7 +29,7 @@ class PrefixCache:
 
     def __init__(self) -> None:
         self._ids = count(1)
-        self._contexts: dict[tuple[int, int, str], int] = {}
+        self._contexts: OrderedDict[tuple[int, int, str], int] = OrderedDict()
         self._node_of: dict[Key, int] = {}
         self._block_of: dict[int, int] = {}
         self._key_in: dict[int, Key] = {}
@@ -36,7 +40,11 @@ class PrefixCache:
     def context(self, *, weights_version: int = 0, adapter: int = 0, salt: str = "") -> int:
         """Root node of prefixes that may be shared: the same weights, adapter and salt."""
         key = (weights_version, adapter, salt)
-        return self._contexts.setdefault(key, next(self._ids))
+        context = self._contexts.pop(key, 0) or next(self._ids)
+        self._contexts[key] = context
+        if len(self._contexts) > MAX_CONTEXTS:
+            self._contexts.popitem(last=False)
+        return context
 
     def find(self, parent: int, key: bytes) -> tuple[int, int] | None:
         """(node, block) of the block with these tokens after `parent`, or None."""

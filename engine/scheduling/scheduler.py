@@ -17,47 +17,13 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass
 
-from tokenfleet.engine.config import EngineConfig
-from tokenfleet.engine.errors import ConfigError, InvalidRequest, InvariantBroken
+from tokenfleet.engine.errors import InvalidRequest, InvariantBroken
 from tokenfleet.engine.scheduling.block_pool import BlockPool
+from tokenfleet.engine.scheduling.limits import Limits
 from tokenfleet.engine.scheduling.plan import Chunk, StepPlan
 from tokenfleet.engine.scheduling.prefix_cache import PrefixCache, token_key
 from tokenfleet.engine.scheduling.sequence import Sequence, SequenceState
 from tokenfleet.engine.scheduling.waiting import WaitingQueue
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a step may take."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    block_size: int
-    max_chunk_tokens: int | None = None
-
-    @property
-    def long_prompt(self) -> int:
-        """A prompt that misses more than this leaves half of the budget to others that wait."""
-        return 4 * self.max_num_batched_tokens
-
-
-def limits_of(config: EngineConfig, block_size: int) -> Limits:
-    """The limits that a config means.
-
-    Raises:
-        ConfigError: the token budget is smaller than the number of slots.
-    """
-    if config.max_num_batched_tokens < config.max_num_seqs:
-        raise ConfigError(
-            f"max_num_batched_tokens ({config.max_num_batched_tokens}) must be at least "
-            f"max_num_seqs ({config.max_num_seqs}): every running sequence needs one token a step"
-        )
-    return Limits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        block_size=block_size,
-        max_chunk_tokens=config.max_chunk_tokens,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +48,9 @@ class Scheduler:
         self.cache = cache
         self.running: list[Sequence] = []
         self.waiting = WaitingQueue()
-        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._limbo: set[Sequence] = set()
+        self.free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self.limbo: set[Sequence] = set()
+        """Ended while a step in flight still writes to their blocks."""
         self._blocked: tuple[Sequence, int] | None = None
         self.cache_queries = 0
         self.cache_hits = 0
@@ -97,7 +64,7 @@ class Scheduler:
         Raises:
             InvalidRequest: `never_fits`.
         """
-        needed = self._blocks_for(max_len)
+        needed = self.limits.blocks_for(max_len)
         if needed > self.pool.num_blocks:
             raise InvalidRequest(
                 "never_fits",
@@ -119,6 +86,7 @@ class Scheduler:
             return
         was = sequence.state
         sequence.move(SequenceState.FINISHED)
+        sequence.parent = None
         if was is SequenceState.RUNNING:
             self.running.remove(sequence)
             self._let_go(sequence)
@@ -132,7 +100,7 @@ class Scheduler:
             sequence = chunk.sequence
             if chunk.samples:
                 sequence.in_flight -= 1
-            if sequence in self._limbo:
+            if sequence in self.limbo:
                 self._settle(sequence)
             elif sequence.state is SequenceState.RUNNING:
                 sequence.num_done = chunk.start + chunk.count
@@ -154,7 +122,7 @@ class Scheduler:
     @property
     def num_needed_blocks(self) -> int:
         """Blocks that the running sequences' tokens would fill, were nothing shared."""
-        return sum(self._blocks_for(sequence.num_known) for sequence in self.running)
+        return sum(self.limits.blocks_for(sequence.num_known) for sequence in self.running)
 
     # -- one step --------------------------------------------------------------------------
 
@@ -181,7 +149,7 @@ class Scheduler:
         return left
 
     def _admit(self, plan: StepPlan, left: int) -> None:
-        while left and self._free_slots:
+        while left and self.free_slots:
             sequence = self.waiting.first()
             if sequence is None or self._still_blocked(sequence):
                 return
@@ -216,20 +184,17 @@ class Scheduler:
 
     # -- blocks ----------------------------------------------------------------------------
 
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.limits.block_size)
-
     def _make_room(self, plan: StepPlan, sequence: Sequence, upto: int) -> bool:
         """Own every block up to token `upto`, preempting from the end of the order."""
         own = self._shared_tail(sequence)
-        needed = self._blocks_for(upto) - len(sequence.block_table) + own
+        needed = self.limits.blocks_for(upto) - len(sequence.block_table) + own
         while needed > self.pool.num_free:
             victim = self.running[-1]
             self._preempt(plan, victim)
             if victim is sequence:
                 return False
             own = self._shared_tail(sequence)
-            needed = self._blocks_for(upto) - len(sequence.block_table) + own
+            needed = self.limits.blocks_for(upto) - len(sequence.block_table) + own
         if needed:
             self._grow(plan, sequence, needed, copy_tail=bool(own))
         return True
@@ -285,7 +250,7 @@ class Scheduler:
         if parent is not None and parent.state is SequenceState.RUNNING and sequence.use_cache:
             tokens = min(most, sequence.shared_limit)
             if cached.tokens < tokens <= parent.num_done:
-                blocks = parent.block_table[: self._blocks_for(tokens)]
+                blocks = parent.block_table[: self.limits.blocks_for(tokens)]
                 known = min(cached.committed, tokens // self.limits.block_size)
                 return _Prefix(blocks, tokens, known, cached.node)
         return cached
@@ -310,7 +275,7 @@ class Scheduler:
 
         A shared partial block is copied at the first write: one more, unless nothing runs.
         """
-        needed = self._blocks_for(sequence.num_known) - len(shared)
+        needed = self.limits.blocks_for(sequence.num_known) - len(shared)
         spare = len(self.running) + bool(self.running)
         return needed + spare <= self.pool.num_free - self.pool.num_free_in(shared)
 
@@ -319,10 +284,12 @@ class Scheduler:
         sequence.block_table = list(prefix.blocks)
         sequence.num_computed = sequence.num_done = prefix.tokens
         sequence.num_committed, sequence.last_node = prefix.committed, prefix.node
-        sequence.slot = self._free_slots.pop()
+        sequence.slot = self.free_slots.pop()
         sequence.move(SequenceState.RUNNING)
-        self.cache_queries += len(sequence.tokens)
-        self.cache_hits += prefix.tokens
+        sequence.parent = None
+        if sequence.use_cache:
+            self.cache_queries += len(sequence.tokens)
+            self.cache_hits += prefix.tokens
         insort(self.running, sequence, key=_order_of)
 
     def _preempt(self, plan: StepPlan, victim: Sequence) -> None:
@@ -339,13 +306,13 @@ class Scheduler:
 
     def _let_go(self, sequence: Sequence) -> None:
         if sequence.in_flight:
-            self._limbo.add(sequence)
+            self.limbo.add(sequence)
         else:
             self._return_everything(sequence)
 
     def _settle(self, sequence: Sequence) -> None:
         if not sequence.in_flight:
-            self._limbo.discard(sequence)
+            self.limbo.discard(sequence)
             self._return_everything(sequence)
 
     def _return_everything(self, sequence: Sequence) -> None:
@@ -353,43 +320,12 @@ class Scheduler:
         sequence.block_table = []
         sequence.num_computed = sequence.num_done = 0
         sequence.num_committed = sequence.last_node = 0
-        self._free_slots.append(sequence.slot)
+        self.free_slots.append(sequence.slot)
         sequence.slot = -1
 
     def _must_hold(self, sequence: Sequence, parent: Sequence) -> bool:
         ended = parent.state is SequenceState.FINISHED
         return not ended and parent.num_done < min(sequence.shared_limit, len(sequence.tokens) - 1)
-
-    # -- checking --------------------------------------------------------------------------
-
-    def faults(self) -> list[str]:
-        """What contradicts itself in blocks, slots, tables and counts."""
-        owners = [*self.running, *self._limbo]
-        found = self.pool.faults(sequence.block_table for sequence in owners)
-        slots = sorted([sequence.slot for sequence in owners] + self._free_slots)
-        if slots != list(range(self.limits.max_num_seqs)):
-            found.append(f"slots owned and free are {slots}")
-        waiting = sum(1 for _ in self.waiting)
-        if waiting != self.waiting.num_waiting:
-            found.append(f"{waiting} wait, {self.waiting.num_waiting} are counted")
-        for sequence in self.running:
-            found += self._faults_of(sequence)
-        return found + (self.cache.faults() if self.cache is not None else [])
-
-    def _faults_of(self, sequence: Sequence) -> list[str]:
-        name = f"sequence {sequence.request_id}/{sequence.choice}"
-        found = []
-        if sequence.state is not SequenceState.RUNNING:
-            found.append(f"{name} is {sequence.state.value} and in the running batch")
-        if not sequence.num_done <= sequence.num_computed <= sequence.num_known:
-            found.append(f"{name}: done, computed, known are out of order")
-        if len(sequence.block_table) != self._blocks_for(sequence.num_computed):
-            found.append(
-                f"{name}: {len(sequence.block_table)} blocks for {sequence.num_computed} tokens"
-            )
-        if 0 in sequence.block_table:
-            found.append(f"{name} has the null block in its table")
-        return found
 
 
 def _order_of(sequence: Sequence) -> tuple[int, int]:

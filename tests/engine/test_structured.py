@@ -107,22 +107,6 @@ def test_a_grammar_that_is_not_supported_ends_its_request_alone(engine, kind, va
     engine.audit()
 
 
-def test_a_grammar_that_compiles_too_slowly_ends_its_request(engine, monkeypatch):
-    import threading
-
-    from tokenfleet.engine import compiling
-
-    gate = threading.Event()
-    monkeypatch.setattr(ConstraintCompiler, "compile", lambda *_: gate.wait(60))
-    monkeypatch.setattr(compiling, "COMPILE_LIMIT_S", -1.0)
-    engine.add("slow", [1], structured("regex", "a"))
-    events = engine.step()
-    gate.set()
-    assert [(e.id, e.finish_reason) for e in events] == [("slow", "error")]
-    assert "not compiled within" in events[0].error
-    assert not engine.has_work
-
-
 def test_a_request_can_be_aborted_while_its_grammar_compiles(engine, monkeypatch):
     import threading
 

@@ -90,7 +90,7 @@ def start(num_blocks, block_size, budget, slots, chunk, prefix_cache):
     )
     model = HashModel(num_blocks, block_size)
     loaded = LoadedModel(model, model, MAX_LEN, block_size, num_blocks)
-    return EngineCore(config, load=lambda _config, _vocab: loaded), model
+    return EngineCore(config, load=lambda _config, _known: loaded), model
 
 
 class History:
@@ -304,7 +304,7 @@ def test_a_salt_keeps_prefixes_apart():
 def test_a_step_costs_the_same_however_many_wait():
     core, _ = start(100, 4, 64, 2, None, prefix_cache=True)
     for i in range(2000):
-        core.add(EngineRequest(f"w{i}", [1, 2, 3], SamplingParams(max_tokens=3, seed=1)))
+        core.add(EngineRequest(f"w{i}", [i % 4] * 13, SamplingParams(max_tokens=3, seed=1)))
     touched = 0
 
     class Counting(dict):

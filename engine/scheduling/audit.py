@@ -1,0 +1,37 @@
+"""What must hold of blocks, slots and tables whenever no step is running."""
+
+from __future__ import annotations
+
+from tokenfleet.engine.scheduling.scheduler import Scheduler
+from tokenfleet.engine.scheduling.sequence import Sequence, SequenceState
+
+
+def scheduler_faults(scheduler: Scheduler) -> list[str]:
+    """What contradicts itself in blocks, slots, tables and counts."""
+    owners = [*scheduler.running, *scheduler.limbo]
+    found = scheduler.pool.faults(sequence.block_table for sequence in owners)
+    slots = sorted([sequence.slot for sequence in owners] + scheduler.free_slots)
+    if slots != list(range(scheduler.limits.max_num_seqs)):
+        found.append(f"slots owned and free are {slots}")
+    waiting = sum(1 for _ in scheduler.waiting)
+    if waiting != scheduler.waiting.num_waiting:
+        found.append(f"{waiting} wait, {scheduler.waiting.num_waiting} are counted")
+    for sequence in scheduler.running:
+        found += _faults_of(scheduler, sequence)
+    return found + (scheduler.cache.faults() if scheduler.cache is not None else [])
+
+
+def _faults_of(scheduler: Scheduler, sequence: Sequence) -> list[str]:
+    name = f"sequence {sequence.request_id}/{sequence.choice}"
+    found = []
+    if sequence.state is not SequenceState.RUNNING:
+        found.append(f"{name} is {sequence.state.value} and in the running batch")
+    if not sequence.num_done <= sequence.num_computed <= sequence.num_known:
+        found.append(f"{name}: done, computed, known are out of order")
+    if len(sequence.block_table) != scheduler.limits.blocks_for(sequence.num_computed):
+        found.append(
+            f"{name}: {len(sequence.block_table)} blocks for {sequence.num_computed} tokens"
+        )
+    if 0 in sequence.block_table:
+        found.append(f"{name} has the null block in its table")
+    return found
