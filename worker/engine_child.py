@@ -29,6 +29,7 @@ from tokenfleet.worker.outbox import Outbox
 READ_BYTES = 1 << 20
 PR_SET_PDEATHSIG = 1
 LAST_WORDS_S = 5.0
+AUDIT_EVERY_S = 10.0
 
 
 class Core(Protocol):
@@ -45,6 +46,7 @@ class Core(Protocol):
     def add(self, request: EngineRequest) -> None: ...
     def abort(self, request_id: str, choice: int | None = None) -> None: ...
     def step(self) -> list[CoreEvent]: ...
+    def audit(self) -> None: ...
 
 
 class Inbox:
@@ -79,6 +81,7 @@ class EngineLoop:
         self._outbox = outbox
         self._faults = faults
         self._stopped = False
+        self._audit_at = 0.0
 
     def run(self, sock: socket.socket) -> None:
         """Step until told to stop or left alone."""
@@ -86,6 +89,7 @@ class EngineLoop:
             selector.register(sock, selectors.EVENT_READ)
             while True:
                 if not self._core.has_work:
+                    self._audit()
                     self._wait(selector, sock)
                 for frame in self._inbox.take():
                     self._apply(frame)
@@ -95,6 +99,13 @@ class EngineLoop:
                     self._step()
                 else:
                     self._outbox.flush()
+
+    def _audit(self) -> None:
+        """Look for broken invariants while nobody waits, now and then; one ends this process."""
+        now = time.monotonic()
+        if now >= self._audit_at:
+            self._audit_at = now + AUDIT_EVERY_S
+            self._core.audit()
 
     def _wait(self, selector: selectors.BaseSelector, sock: socket.socket) -> None:
         """Sleep until the worker sends something, or takes what it has not taken yet."""
