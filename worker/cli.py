@@ -32,6 +32,7 @@ EXAMPLES = {
     "bench": "tokenfleet bench engine -n 8",
     "bench engine": "tokenfleet bench engine -n 8 --compare transformers --json figures.json",
     "bench fleet": "tokenfleet bench fleet -n 8 -n 32",
+    "bench features": "tokenfleet bench features",
 }
 """One line per command that works as it stands."""
 
@@ -68,6 +69,7 @@ def build(arguments: list[str]) -> typer.Typer:
     bench = _group("What this machine does, in figures.", app, "bench")
     _add(bench, "engine", cli_bench.bench_engine, "bench")
     _add(bench, "fleet", cli_bench.bench_fleet, "bench")
+    _add(bench, "features", cli_bench.bench_features, "bench")
     return app
 
 

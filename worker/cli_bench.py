@@ -118,6 +118,39 @@ def bench_fleet(
     _report(fleet.bench_fleet, config, json_path, output)
 
 
+def bench_features(
+    model: Model = None,
+    repeats: Repeats = 3,
+    threads: Threads = 0,
+    dtype: DType = "auto",
+    json_path: JsonPath = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Measure what sampling and structured output cost a step, and what shared prompts save."""
+    from tokenfleet.worker.bench_features import features
+
+    found = features(model or base.demo_model(), dtype=dtype, threads=threads, repeats=repeats)
+    if json_path is not None:
+        json_path.write_text(json.dumps(found, indent=2) + "\n")
+    if output is Output.JSON:
+        base.print_json(found)
+        return
+    for cost in found["costs"]:
+        typer.echo(
+            f"{cost['name']}: {cost['with_ms']:.1f} ms a step of {found['rows']} rows, greedy "
+            f"{cost['plain_ms']:.1f} ms: {cost['ratio']:.2f} x"
+        )
+    shared, rolled = found["shared_prompt"], found["rollouts"]
+    typer.echo(
+        f"{rolled['samples']} samples of one prompt: {rolled['blocks_used']} blocks, "
+        f"{rolled['blocks_separate']} without sharing"
+    )
+    typer.echo(
+        f"{shared['prompts']} prompts that begin alike: {shared['computed']} of "
+        f"{shared['tokens']} tokens computed"
+    )
+
+
 def _config(
     model: Path | None, counts: list[int] | None, workloads: list[WorkloadName] | None, **rest: Any
 ) -> BenchConfig:
