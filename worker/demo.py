@@ -31,7 +31,7 @@ SLOTS = 6
 """Per worker; fewer than there are jobs, so that both workers have some."""
 LEASE_S = 2.0
 """How long the killed worker's jobs wait before they move on."""
-KILL_AFTER_TOKENS = 20
+KILL_AFTER_TOKENS = 30
 """The worker that dies has at least two jobs that are this far."""
 ARRIVAL_S = 0.4
 EARLY_JOBS = 2
