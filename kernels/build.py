@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -83,6 +84,11 @@ def find_openmp_runtime() -> Path:
     raise BuildError("this build of torch has loaded no OpenMP runtime")
 
 
+def flags() -> list[str]:
+    """FLAGS, then what $CXXFLAGS adds (a later -march replaces an earlier one)."""
+    return [*FLAGS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+
+
 def cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "tokenfleet" / "kernels"
@@ -97,7 +103,7 @@ def _key(compiler: Path, runtime: Path) -> str:
     for path in [*sources(), *sorted(HERE.glob("*.h"))]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     stat = compiler.stat()
-    digest.update(f"{FLAGS}|{compiler}|{stat.st_size}|{stat.st_mtime_ns}|{runtime}".encode())
+    digest.update(f"{flags()}|{compiler}|{stat.st_size}|{stat.st_mtime_ns}|{runtime}".encode())
     digest.update(_cpu().encode())
     return digest.hexdigest()[:16]
 
@@ -130,7 +136,7 @@ def _build(compiler: Path, runtime: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in sources()]
         compiling = [
-            _start([compiler, *FLAGS, "-c", source, "-o", output])
+            _start([compiler, *flags(), "-c", source, "-o", output])
             for source, output in zip(sources(), objects, strict=True)
         ]
         for process in compiling:

@@ -195,8 +195,9 @@ INLINE bool on_tiles(const Layer& layer) {
 #endif
 }
 
-template <typename T> void int8_columns(const Layer& layer, const Quantized& x, int64_t first, int64_t last) {
-    const uint8_t* left = (const uint8_t*)x.values;
+template <typename T> void int8_columns([[maybe_unused]] const Layer& layer, const Quantized& x, [[maybe_unused]] int64_t first,
+                                        [[maybe_unused]] int64_t last) {
+    [[maybe_unused]] const uint8_t* left = (const uint8_t*)x.values;
 #if defined(TF_AMX)
     if (on_tiles(layer)) {
         columns_on_tiles<Int8Tiles>(layer, left, x.stride, first, last,
@@ -220,9 +221,9 @@ template <typename T> void int8_columns(const Layer& layer, const Quantized& x, 
 #endif
 }
 
-INLINE void bf16_columns(const Layer& layer, int64_t first, int64_t last) {
-    const uint8_t* left = (const uint8_t*)layer.x;
-    const int64_t left_stride = layer.x_stride * sizeof(bf16);
+INLINE void bf16_columns(const Layer& layer, [[maybe_unused]] int64_t first, [[maybe_unused]] int64_t last) {
+    [[maybe_unused]] const uint8_t* left = (const uint8_t*)layer.x;
+    [[maybe_unused]] const int64_t left_stride = layer.x_stride * sizeof(bf16);
 #if defined(TF_AMX)
     if (on_tiles(layer)) {
         columns_on_tiles<Bf16Tiles>(layer, left, left_stride, first, last,

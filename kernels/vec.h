@@ -133,13 +133,15 @@ INLINE void sum4(const f32x16* v, float* out) {
 }
 INLINE f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
-// To the nearest integer, ties to even; |v| < 2^22.
+// To the nearest integer, ties to even. (Adding and subtracting 1.5 * 2^23 would do, if the compiler
+// did not fuse the addition with the product before it.)
 INLINE i32x16 round_to_int(f32x16 v) {
 #if defined(__AVX512F__)
     return (i32x16)_mm512_cvtps_epi32((__m512)v);
 #else
-    const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23
-    return __builtin_convertvector((v + magic) - magic, i32x16);
+    f32x16 rounded;
+    for (int i = 0; i < 16; i++) rounded[i] = __builtin_rintf(v[i]);
+    return __builtin_convertvector(rounded, i32x16);
 #endif
 }
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -52,6 +53,12 @@ def test_another_source_is_another_library(small_sources):
         file.write("// changed\n")
     assert build.ensure_library() != first
     assert first.exists()
+
+
+def test_other_flags_are_another_library(small_sources, monkeypatch):
+    first = build.ensure_library()
+    monkeypatch.setenv("CXXFLAGS", "-march=x86-64" if platform.machine() == "x86_64" else "-O1")
+    assert build.ensure_library() != first
 
 
 def test_a_failed_build_says_what_the_compiler_said_and_leaves_nothing(small_sources):
