@@ -133,6 +133,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _build(compiler: Path, runtime: Path, target: Path) -> None:
     started = time.monotonic()
+    logger.info("compiling the C++ kernels for this CPU, once; this takes some ten seconds")
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in sources()]
         compiling = [

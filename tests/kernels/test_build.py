@@ -2,7 +2,6 @@
 
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -33,6 +32,7 @@ def small_sources(tmp_path, monkeypatch):
         shutil.copy(build.HERE / name, folder)
     monkeypatch.setattr(build, "HERE", folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXXFLAGS", "-O0")
     return folder
 
 
@@ -57,7 +57,7 @@ def test_another_source_is_another_library(small_sources):
 
 def test_other_flags_are_another_library(small_sources, monkeypatch):
     first = build.ensure_library()
-    monkeypatch.setenv("CXXFLAGS", "-march=x86-64" if platform.machine() == "x86_64" else "-O1")
+    monkeypatch.setenv("CXXFLAGS", "-O1")
     assert build.ensure_library() != first
 
 
