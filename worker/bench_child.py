@@ -46,10 +46,10 @@ def _answer(answers: Any, value: object) -> None:
 
 def open_engine(options: dict[str, Any]) -> tuple[Runner, dict[str, Any]]:
     """Our engine's core: token ids in, token ids out."""
-    import torch
-
     from tokenfleet.engine.config import EngineConfig
-    from tokenfleet.engine.core import EngineCore
+    from tokenfleet.engine.core import EngineCore  # before torch: it decides how threads wait
+
+    import torch  # isort: skip
 
     torch.set_num_threads(options["threads"])
     core: Any = EngineCore(EngineConfig(**options["config"]))
