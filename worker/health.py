@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
 
-from tokenfleet.worker.prometheus import CONTENT_TYPE
+from tokenfleet.worker.observing.prometheus import CONTENT_TYPE
 
 MAX_REQUEST_BYTES = 8192
 REQUEST_TIMEOUT_S = 5.0

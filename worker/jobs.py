@@ -21,7 +21,7 @@ from tokenfleet.engine.request import EngineRequest
 from tokenfleet.producer.keys import partition_of
 from tokenfleet.producer.protocol import Choice, Event, EventError, JobResult, Timings, Usage
 from tokenfleet.worker.choices import ChoiceState, TextStream
-from tokenfleet.worker.engine_process import StepEvent
+from tokenfleet.worker.engine_link.engine_process import StepEvent
 from tokenfleet.worker.queue import ClaimedJob
 
 ABORTED = ("cancelled", "expired", "error")

@@ -30,8 +30,8 @@ from tokenfleet.worker.broker import BROKER_ERRORS, Broker
 from tokenfleet.worker.control import Control
 from tokenfleet.worker.dispatch import Dispatcher
 from tokenfleet.worker.drain import Drain
-from tokenfleet.worker.engine_host import EngineHost, EngineLost
-from tokenfleet.worker.engine_process import EngineHandle, EngineInfo, new_engine
+from tokenfleet.worker.engine_link.engine_host import EngineHost, EngineLost
+from tokenfleet.worker.engine_link.engine_process import EngineHandle, EngineInfo, new_engine
 from tokenfleet.worker.health import HealthServer
 from tokenfleet.worker.intake import Intake
 from tokenfleet.worker.lease import LeaseKeeper
@@ -42,7 +42,7 @@ from tokenfleet.worker.queue import JobQueue
 from tokenfleet.worker.reaper import Reaper
 from tokenfleet.worker.roster import Roster
 from tokenfleet.worker.settings import WorkerSettings
-from tokenfleet.worker.telemetry import Telemetry
+from tokenfleet.worker.observing.telemetry import Telemetry
 
 EXIT_OK, EXIT_ENGINE, EXIT_BAD_INPUT, EXIT_BROKER = 0, 1, 2, 3
 TELEMETRY_TIMEOUT_S = 2.0

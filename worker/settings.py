@@ -115,7 +115,7 @@ class WorkerSettings(BaseSettings):
     """No model is computed: each step lasts this long and tokens follow from the prompt alone.
     For measuring a fleet apart from its hardware."""
     fault: str | None = None
-    """Test hook of the engine process: `kill@add:7` and the like (worker/faults.py)."""
+    """Test hook of the engine process: `kill@add:7` and the like (worker/engine_link/faults.py)."""
 
     @field_validator("log_level", "dtype", "device", mode="before")
     @classmethod

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tokenfleet.worker.bench import (
+from tokenfleet.worker.bench.runs import (
     UNSET,
     BenchConfig,
     BenchFailed,
@@ -19,9 +19,9 @@ from tokenfleet.worker.bench import (
     bench_engine,
     take_turns,
 )
-from tokenfleet.worker.bench_figures import Seen, Summary, figures_of, percentile, ratio
-from tokenfleet.worker.bench_fleet import bench_fleet
-from tokenfleet.worker.bench_workloads import BenchJob, Workload, workload_s, workload_w
+from tokenfleet.worker.bench.figures import Seen, Summary, figures_of, percentile, ratio
+from tokenfleet.worker.bench.fleet import bench_fleet
+from tokenfleet.worker.bench.workloads import BenchJob, Workload, workload_s, workload_w
 
 
 def test_w_is_distinct_prompts_of_the_promised_shape() -> None:
@@ -160,7 +160,7 @@ def test_settings_that_slow_an_engine_down_do_not_reach_it(
 
 def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tokenfleet.worker.cli", "bench", *arguments],
+        [sys.executable, "-m", "tokenfleet.worker.commands.cli", "bench", *arguments],
         capture_output=True,
         text=True,
         timeout=100,

@@ -72,7 +72,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The converted SmolLM2-135M-Instruct (made on first use, then cached)."""
-    from tokenfleet.worker.demo_model import prepare_smollm2
+    from tokenfleet.worker.demo.model import prepare_smollm2
 
     return prepare_smollm2()
 

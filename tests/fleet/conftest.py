@@ -19,7 +19,7 @@ import pytest
 
 from tokenfleet.producer import AsyncClient, AsyncJob, Event, JobResult, SamplingParams
 from tokenfleet.producer.embedded import EmbeddedServer
-from tokenfleet.worker.worker_process import WorkerProcess
+from tokenfleet.worker.demo.worker_process import WorkerProcess
 
 MODEL = "m"
 LONG = os.environ.get("TOKENFLEET_CHAOS") == "long"

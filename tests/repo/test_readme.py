@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tokenfleet.producer.embedded import EmbeddedServer
-from tokenfleet.worker.cli import EXAMPLES, build
-from tokenfleet.worker.demo_model import prepare_smollm2
+from tokenfleet.worker.commands.cli import EXAMPLES, build
+from tokenfleet.worker.demo.model import prepare_smollm2
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -46,7 +46,7 @@ def redis_url() -> Iterator[str]:
         }
         worker = subprocess.Popen(
             [
-                *(sys.executable, "-m", "tokenfleet.worker.cli", "worker"),
+                *(sys.executable, "-m", "tokenfleet.worker.commands.cli", "worker"),
                 *(part for flag in flags.items() for part in flag),
             ],
             stderr=subprocess.DEVNULL,

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from tokenfleet.producer import semconv
-from tokenfleet.worker.metrics import Instruments
-from tokenfleet.worker.prometheus import VLLM_NAMES
+from tokenfleet.worker.observing.metrics import Instruments
+from tokenfleet.worker.observing.prometheus import VLLM_NAMES
 
 PAGE = (Path(__file__).parents[2] / "ops" / "telemetry.md").read_text()
 

@@ -13,8 +13,8 @@ from tokenfleet.producer.embedded import EmbeddedServer
 from tokenfleet.producer.errors import InvalidJob, JobExpired
 from tokenfleet.producer.keys import GROUP
 from tokenfleet.producer.protocol import SamplingParams
-from tokenfleet.worker.admin import Admin, QueueDepth
-from tokenfleet.worker.doctor import BAD, GOOD, WARN, Doctor, Finding
+from tokenfleet.worker.commands.admin import Admin, QueueDepth
+from tokenfleet.worker.commands.doctor import BAD, GOOD, WARN, Doctor, Finding
 
 
 async def a_dead_job(lab: Any, **fields: Any) -> str:
@@ -152,7 +152,7 @@ async def test_the_doctor_sees_a_server_that_drops_keys(own_lab: Any) -> None:
 
 def tokenfleet(server: EmbeddedServer, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tokenfleet.worker.cli", *arguments, "--redis-url", server.url],
+        [sys.executable, "-m", "tokenfleet.worker.commands.cli", *arguments, "--redis-url", server.url],
         capture_output=True,
         text=True,
         timeout=60,

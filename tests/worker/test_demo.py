@@ -18,8 +18,8 @@ import pytest
 from rich.console import Console
 
 from tokenfleet.producer import Event, EventError
-from tokenfleet.worker.demo import Watched, exit_code
-from tokenfleet.worker.demo_view import LiveView, PlainView, closing
+from tokenfleet.worker.demo.show import Watched, exit_code
+from tokenfleet.worker.demo.view import LiveView, PlainView, closing
 
 
 def watched(*events: Event) -> Watched:
@@ -91,7 +91,7 @@ def test_the_live_view_draws_every_job() -> None:
 
 @contextmanager
 def running_demo(trace_dir: Path, step_ms: int = 15) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tokenfleet.worker.cli", "demo", "-o", "json"]
+    command = [sys.executable, "-m", "tokenfleet.worker.commands.cli", "demo", "-o", "json"]
     process = subprocess.Popen(
         [*command, "--trace-dir", str(trace_dir), "--simulated-step-ms", str(step_ms)],
         env={**os.environ, "TOKENFLEET_NAMESPACE": "a-setting-of-the-person-who-runs-it"},
@@ -116,7 +116,7 @@ def left_behind(said: str) -> list[str]:
             words = command.read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue  # it has just ended
-        if "tokenfleet.worker.engine_child" in words and words[-2] in workers:
+        if "tokenfleet.worker.engine_link.engine_child" in words and words[-2] in workers:
             found.append(" ".join(words))
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", port)) == 0:

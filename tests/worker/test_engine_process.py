@@ -14,7 +14,7 @@ from tokenfleet.engine.config import EngineConfig
 from tokenfleet.engine.errors import CheckpointError, ConfigError, UnsupportedModel
 from tokenfleet.engine.request import CoreEvent, EngineRequest
 from tokenfleet.engine.sampling_params import SamplingParams
-from tokenfleet.worker.engine_process import EngineHandle, EngineStartFailed
+from tokenfleet.worker.engine_link.engine_process import EngineHandle, EngineStartFailed
 
 CONFIG = EngineConfig(model=Path("none"), max_num_seqs=4)
 FAST = {"simulated_step_s": 0.0}
@@ -150,7 +150,7 @@ import asyncio
 from tokenfleet.engine.config import EngineConfig
 from tokenfleet.engine.request import EngineRequest
 from tokenfleet.engine.sampling_params import SamplingParams
-from tokenfleet.worker.engine_process import EngineHandle
+from tokenfleet.worker.engine_link.engine_process import EngineHandle
 
 async def main():
     engine = EngineHandle(EngineConfig(model="none"), {"simulated_step_s": 0.01})

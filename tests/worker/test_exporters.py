@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tokenfleet.worker.exporters import QUEUE_SPANS, ExportConfig, Exporters
+from tokenfleet.worker.observing.exporters import QUEUE_SPANS, ExportConfig, Exporters
 
 WAIT_S = 20.0
 
@@ -50,7 +50,7 @@ def test_a_black_hole_neither_slows_spans_nor_delays_the_shutdown(
 def test_a_process_with_a_black_hole_still_exits(protocol: str, black_hole: str) -> None:
     script = (
         "import time\n"
-        "from tokenfleet.worker.exporters import ExportConfig, Exporters\n"
+        "from tokenfleet.worker.observing.exporters import ExportConfig, Exporters\n"
         f"e = Exporters(ExportConfig(otlp_endpoint={black_hole!r}, otlp_protocol={protocol!r}))\n"
         "e.tracer_provider.get_tracer('test').start_span('x').end()\n"
         "e.meter_provider.get_meter('test').create_counter('c').add(1)\n"

@@ -14,7 +14,7 @@ from tokenfleet.engine.sampling_params import SamplingParams
 from tokenfleet.engine.text import TextDelta
 from tokenfleet.producer import protocol
 from tokenfleet.producer.protocol import Event, JobRequest
-from tokenfleet.worker.engine_process import StepEvent
+from tokenfleet.worker.engine_link.engine_process import StepEvent
 from tokenfleet.worker.jobs import MOVES, Ending, Job, Stage
 from tokenfleet.worker.queue import ClaimedJob
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import structlog
 
-from tokenfleet.worker import logs
+from tokenfleet.worker.observing import logs
 
 Lines = Callable[[], list[dict[str, Any]]]
 

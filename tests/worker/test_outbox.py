@@ -10,8 +10,8 @@ import pytest
 from tokenfleet.engine.request import CoreEvent, EngineRequest
 from tokenfleet.engine.sampling_params import SamplingParams
 from tokenfleet.engine.stats import StepStats
-from tokenfleet.worker import frames
-from tokenfleet.worker.outbox import Outbox
+from tokenfleet.worker.engine_link import frames
+from tokenfleet.worker.engine_link.outbox import Outbox
 
 
 @pytest.fixture

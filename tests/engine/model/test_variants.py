@@ -219,7 +219,7 @@ def test_a_block_costs_what_its_pools_hold(tiny_random, driver):
 def test_smollm2_follows_transformers_over_a_chat_prompt(reference, driver):
     from transformers import AutoTokenizer
 
-    from tokenfleet.worker.demo_model import prepare_smollm2
+    from tokenfleet.worker.demo.model import prepare_smollm2
 
     path = prepare_smollm2()
     tokenizer = AutoTokenizer.from_pretrained(path)

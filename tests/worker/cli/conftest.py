@@ -21,7 +21,7 @@ Run = Callable[..., Completed]
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "tokenfleet.worker.cli", *arguments]
+    return [sys.executable, "-m", "tokenfleet.worker.commands.cli", *arguments]
 
 
 def clean_environment(**changes: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from tokenfleet.producer import AsyncClient, SamplingParams
 from tokenfleet.producer.embedded import EmbeddedServer
-from tokenfleet.worker.worker_process import WorkerProcess
+from tokenfleet.worker.demo.worker_process import WorkerProcess
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tokenfleet.worker.cli import EXAMPLES, build
-from tokenfleet.worker.cli_worker import HIDDEN, setting_texts
+from tokenfleet.worker.commands.cli import EXAMPLES, build
+from tokenfleet.worker.commands.worker import HIDDEN, setting_texts
 from tokenfleet.worker.settings import WorkerSettings
 
 HEAVY = ("torch", "transformers", "redis", "pydantic", "opentelemetry", "grpc", "structlog")
@@ -78,13 +78,13 @@ def test_a_taken_port_is_no_place_for_an_embedded_server(run: Any, byte_tokenize
 def test_an_embedded_worker_serves_and_takes_its_server_with_it(
     run: Any, byte_tokenizer: Path
 ) -> None:
-    from tokenfleet.worker.worker_process import free_port
+    from tokenfleet.worker.demo.worker_process import free_port
 
     url = f"redis://127.0.0.1:{free_port()}/0"
     flags = ("--embedded", "--redis-url", url, "--model", str(byte_tokenizer), "--model-name", "m")
     hooks = ("--simulated-step-ms", "1", "--log-format", "json")
     process = subprocess.Popen(
-        [sys.executable, "-m", "tokenfleet.worker.cli", "worker", *flags, *hooks],
+        [sys.executable, "-m", "tokenfleet.worker.commands.cli", "worker", *flags, *hooks],
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -103,7 +103,7 @@ def test_an_embedded_worker_serves_and_takes_its_server_with_it(
 
 def test_loading_the_command_line_loads_nothing_heavy() -> None:
     script = (
-        "import sys; import tokenfleet.worker.cli as cli; cli.build(['submit'])\n"
+        "import sys; import tokenfleet.worker.commands.cli as cli; cli.build(['submit'])\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )
     found = subprocess.run(

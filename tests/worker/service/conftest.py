@@ -22,7 +22,7 @@ from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.embedded import EmbeddedServer
 from tokenfleet.producer.protocol import Event, JobRequest, JobResult, SamplingParams
 from tokenfleet.producer.submission import Submission
-from tokenfleet.worker.engine_process import Batch, EngineInfo, Refusal, StepEvent
+from tokenfleet.worker.engine_link.engine_process import Batch, EngineInfo, Refusal, StepEvent
 from tokenfleet.worker.queue import JobQueue
 from tokenfleet.worker.service import WorkerService
 from tokenfleet.worker.settings import load_settings

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from tokenfleet.producer import semconv
-from tokenfleet.worker.bench import (
+from tokenfleet.worker.bench.runs import (
     UNSET,
     BenchConfig,
     BenchFailed,
@@ -27,9 +27,9 @@ from tokenfleet.worker.bench import (
     machine_facts,
     take_turns,
 )
-from tokenfleet.worker.bench_figures import Seen, figures_of
-from tokenfleet.worker.bench_workloads import Workload, warm_up
-from tokenfleet.worker.worker_process import WorkerProcess
+from tokenfleet.worker.bench.figures import Seen, figures_of
+from tokenfleet.worker.bench.workloads import Workload, warm_up
+from tokenfleet.worker.demo.worker_process import WorkerProcess
 
 if TYPE_CHECKING:
     from tokenfleet.producer import AsyncClient, AsyncJob

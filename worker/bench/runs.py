@@ -21,8 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from tokenfleet.worker.bench_figures import Summary, ratio
-from tokenfleet.worker.bench_workloads import Workload, warm_up, workload_s, workload_w
+from tokenfleet.worker.bench.figures import Summary, ratio
+from tokenfleet.worker.bench.workloads import Workload, warm_up, workload_s, workload_w
 
 UNSET = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 """Settings of a container that would slow down one of the engines; unset for those under test."""
@@ -87,13 +87,13 @@ class Contender(Protocol):
 
 
 class Child:
-    """An engine in a process of its own (worker/bench_child.py)."""
+    """An engine in a process of its own (worker/bench/child.py)."""
 
     def __init__(self, engine: str, options: Mapping[str, Any], threads: int) -> None:
         environment = {k: v for k, v in os.environ.items() if k not in UNSET}
         environment["OMP_NUM_THREADS"] = str(threads)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tokenfleet.worker.bench_child"],
+            [sys.executable, "-m", "tokenfleet.worker.bench.child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

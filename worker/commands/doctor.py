@@ -15,7 +15,7 @@ from redis.exceptions import ResponseError
 from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import BrokerUnsupported
 from tokenfleet.producer.keys import GROUP
-from tokenfleet.worker.admin import Admin, texts_of
+from tokenfleet.worker.commands.admin import Admin, texts_of
 
 GOOD, WARN, BAD = "good", "warn", "bad"
 

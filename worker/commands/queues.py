@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenfleet.worker import cli_base as base
-from tokenfleet.worker.cli_base import Namespace, Output, OutputOption, RedisUrl
+from tokenfleet.worker.commands import base
+from tokenfleet.worker.commands.base import Namespace, Output, OutputOption, RedisUrl
 
 if TYPE_CHECKING:
     from tokenfleet.producer.connection import Connection
     from tokenfleet.producer.protocol import JobRequest
-    from tokenfleet.worker.admin import Admin
+    from tokenfleet.worker.commands.admin import Admin
 
 DEAD_COLUMNS = ("job_id", "died", "model", "attempt", "failures", "error_code", "error_message")
 
@@ -141,7 +141,7 @@ def doctor(
     """Check the server and the fleet: version, memory policy, persistence, groups, workers."""
 
     async def work(connection: Connection) -> int:
-        from tokenfleet.worker.doctor import BAD, Doctor
+        from tokenfleet.worker.commands.doctor import BAD, Doctor
 
         findings = await Doctor(connection).examine()
         rows = [asdict(finding) for finding in findings]
@@ -169,7 +169,7 @@ async def _with_admin(
     work: Callable[[Admin], Awaitable[int]], redis_url: str, namespace: str
 ) -> int:
     async def with_connection(connection: Connection) -> int:
-        from tokenfleet.worker.admin import Admin
+        from tokenfleet.worker.commands.admin import Admin
 
         return await work(Admin(connection))
 

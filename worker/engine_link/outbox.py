@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenfleet.engine.request import CoreEvent
 from tokenfleet.engine.stats import StepStats
-from tokenfleet.worker import frames
+from tokenfleet.worker.engine_link import frames
 
 
 class Outbox:

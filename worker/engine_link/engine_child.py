@@ -1,4 +1,4 @@
-"""The engine process: `python -m tokenfleet.worker.engine_child <fd> <pid>`.
+"""The engine process: `python -m tokenfleet.worker.engine_link.engine_child <fd> <pid>`.
 
 A synchronous loop over one core: take the frames that are there, step, send what the step made.
 It waits only when there is nothing to compute, and it never outlives its parent: the kernel kills
@@ -22,9 +22,9 @@ from tokenfleet.engine.config import EngineConfig
 from tokenfleet.engine.errors import EngineError, InvalidRequest
 from tokenfleet.engine.request import CoreEvent, EngineRequest
 from tokenfleet.engine.stats import StepStats
-from tokenfleet.worker import frames
-from tokenfleet.worker.faults import Faults
-from tokenfleet.worker.outbox import Outbox
+from tokenfleet.worker.engine_link import frames
+from tokenfleet.worker.engine_link.faults import Faults
+from tokenfleet.worker.engine_link.outbox import Outbox
 
 READ_BYTES = 1 << 20
 PR_SET_PDEATHSIG = 1
@@ -176,7 +176,7 @@ def _make_core(
     core: Core
     before = time.monotonic()
     if options.get("simulated_step_s") is not None:
-        from tokenfleet.worker.simulated import SimulatedCore
+        from tokenfleet.worker.engine_link.simulated import SimulatedCore
 
         core = SimulatedCore(engine_config, options["simulated_step_s"])
     else:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tokenfleet.worker.bench_figures import Seen, figures_of
+from tokenfleet.worker.bench.figures import Seen, figures_of
 
 Jobs = list[tuple[list[int], int]]
 Runner = Callable[[Jobs, dict[str, Any]], dict[str, float]]

@@ -102,7 +102,7 @@ def code_of(error: Exception) -> int:
 
 def demo_model(output: Output = Output.TEXT) -> Path:
     """The demo's checkpoint, or the reason why there is none and exit code 2."""
-    from tokenfleet.worker.demo_model import DemoModelError, prepare_smollm2
+    from tokenfleet.worker.demo.model import DemoModelError, prepare_smollm2
 
     try:
         return prepare_smollm2()

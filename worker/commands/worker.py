@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 
 import typer
 
-from tokenfleet.worker import cli_base as base
-from tokenfleet.worker.cli_base import Output
+from tokenfleet.worker.commands import base
+from tokenfleet.worker.commands.base import Output
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -190,11 +190,11 @@ def _taken(port: int) -> bool:
 
 def _serve(settings: WorkerSettings, log_format: str) -> int:
     """Run the service on the fastest event loop there is; its exit code."""
-    from tokenfleet.worker.engine_process import new_engine
+    from tokenfleet.worker.engine_link.engine_process import new_engine
 
     engine = new_engine(settings)
     engine.launch()  # it loads its libraries while we load ours
-    from tokenfleet.worker import logs
+    from tokenfleet.worker.observing import logs
     from tokenfleet.worker.service import WorkerService
 
     async def serve() -> int:

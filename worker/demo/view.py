@@ -1,6 +1,6 @@
 """How the demo looks: a live table on a terminal, one line per piece of text in a pipe.
 
-A view only shows; what is true is decided in worker/demo.py. Both views end with the same table.
+A view only shows; what is true is decided in worker/demo/show.py. Both views end with the same table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from tokenfleet.producer import Event
-    from tokenfleet.worker.demo import Watched
+    from tokenfleet.worker.demo.show import Watched
 
 PIECE = 56
 """Characters of text on one line of the plain view."""

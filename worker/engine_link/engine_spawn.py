@@ -33,7 +33,7 @@ class SpawnedEngine:
                 [
                     sys.executable,
                     "-m",
-                    "tokenfleet.worker.engine_child",
+                    "tokenfleet.worker.engine_link.engine_child",
                     str(theirs.fileno()),
                     str(os.getpid()),
                 ],

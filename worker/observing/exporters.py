@@ -29,7 +29,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.sampling import ParentBased
 
 from tokenfleet.producer import semconv
-from tokenfleet.worker.trace_sampling import FollowsLink
+from tokenfleet.worker.observing.trace_sampling import FollowsLink
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.sampling import Sampler

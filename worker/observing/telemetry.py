@@ -24,9 +24,9 @@ from opentelemetry.util.types import AttributeValue
 
 from tokenfleet.producer import semconv, tracing
 from tokenfleet.producer.keys import GROUP, partition_of
-from tokenfleet.worker.exporters import ExportConfig, Exporters
-from tokenfleet.worker.metrics import Instruments
-from tokenfleet.worker.prometheus import Scrape
+from tokenfleet.worker.observing.exporters import ExportConfig, Exporters
+from tokenfleet.worker.observing.metrics import Instruments
+from tokenfleet.worker.observing.prometheus import Scrape
 
 if TYPE_CHECKING:
     from tokenfleet.engine.stats import StepStats
@@ -245,7 +245,7 @@ class Telemetry:
             self._left.popitem(last=False)
 
     def render_metrics(self) -> bytes:
-        """The body of /metrics (its type is worker/prometheus.py: CONTENT_TYPE)."""
+        """The body of /metrics (its type is worker/observing/prometheus.py: CONTENT_TYPE)."""
         return self._scrape.render()
 
     def shutdown(self, timeout_s: float = 2.0) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tokenfleet.worker import cli_bench, cli_demo, cli_jobs, cli_queue, cli_worker
+from tokenfleet.worker.commands import bench as cli_bench, demo as cli_demo, jobs as cli_jobs, queues as cli_queue, worker as cli_worker
 
 EXAMPLES = {
     "worker": "tokenfleet worker --model ./SmolLM2-135M-Instruct --model-name smollm2",

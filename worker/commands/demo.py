@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from tokenfleet.worker import cli_base as base
-from tokenfleet.worker.cli_base import Output, OutputOption
+from tokenfleet.worker.commands import base
+from tokenfleet.worker.commands.base import Output, OutputOption
 
 
 def demo(
@@ -23,8 +23,8 @@ def demo(
     simulated_step_ms: Annotated[float | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Eight chat jobs over two workers, one killed in the middle; no token is lost."""
-    from tokenfleet.worker.demo import DemoConfig, run_demo
-    from tokenfleet.worker.demo_view import JsonView, make_view
+    from tokenfleet.worker.demo.show import DemoConfig, run_demo
+    from tokenfleet.worker.demo.view import JsonView, make_view
 
     base.note("preparing SmolLM2-135M-Instruct (converted once, then cached)")
     base.demo_model(output)

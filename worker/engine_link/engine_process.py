@@ -19,8 +19,8 @@ from tokenfleet.engine.config import EngineConfig
 from tokenfleet.engine.errors import CheckpointError, ConfigError, EngineError, UnsupportedModel
 from tokenfleet.engine.request import EngineRequest
 from tokenfleet.engine.stats import StepStats
-from tokenfleet.worker import frames
-from tokenfleet.worker.engine_spawn import SpawnedEngine
+from tokenfleet.worker.engine_link import frames
+from tokenfleet.worker.engine_link.engine_spawn import SpawnedEngine
 from tokenfleet.worker.settings import WorkerSettings, engine_config, engine_options
 
 READ_BYTES = 1 << 18

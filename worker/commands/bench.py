@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenfleet.worker import cli_base as base
-from tokenfleet.worker.cli_base import Output, OutputOption
+from tokenfleet.worker.commands import base
+from tokenfleet.worker.commands.base import Output, OutputOption
 
 if TYPE_CHECKING:
-    from tokenfleet.worker.bench import BenchConfig, Report, Say
+    from tokenfleet.worker.bench.runs import BenchConfig, Report, Say
 
 
 class WorkloadName(StrEnum):
@@ -77,7 +77,7 @@ def bench_engine(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Run W or S on the engine alone: tokens/s, latencies, steps, memory."""
-    from tokenfleet.worker import bench
+    from tokenfleet.worker.bench.runs import runs as bench
 
     config = _config(
         model,
@@ -105,7 +105,7 @@ def bench_fleet(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Run the same work through Redis and a worker, and compare with the engine alone."""
-    from tokenfleet.worker import bench_fleet as fleet
+    from tokenfleet.worker.bench.runs import fleet
 
     config = _config(
         model,
@@ -127,7 +127,7 @@ def bench_features(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Measure what sampling and structured output cost a step, and what shared prompts save."""
-    from tokenfleet.worker.bench_features import features
+    from tokenfleet.worker.bench.features import features
 
     found = features(model or base.demo_model(), dtype=dtype, threads=threads, repeats=repeats)
     if json_path is not None:
@@ -154,7 +154,7 @@ def bench_features(
 def _config(
     model: Path | None, counts: list[int] | None, workloads: list[WorkloadName] | None, **rest: Any
 ) -> BenchConfig:
-    from tokenfleet.worker.bench import BenchConfig
+    from tokenfleet.worker.bench.runs import BenchConfig
 
     return BenchConfig(
         model=model or base.demo_model(),
@@ -177,7 +177,7 @@ def _report(
     json_path: Path | None,
     output: Output,
 ) -> None:
-    from tokenfleet.worker.bench import BenchFailed
+    from tokenfleet.worker.bench.runs import BenchFailed
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(base.TERMINATED))  # and clean up on the way
     try:

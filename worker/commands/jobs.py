@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenfleet.worker import cli_base as base
-from tokenfleet.worker.cli_base import Namespace, Output, OutputOption, RedisUrl
+from tokenfleet.worker.commands import base
+from tokenfleet.worker.commands.base import Namespace, Output, OutputOption, RedisUrl
 
 if TYPE_CHECKING:
     from tokenfleet.producer import AsyncClient, AsyncJob, Event, JobResult

@@ -65,7 +65,7 @@ class WorkerProcess:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "tokenfleet.worker.cli",
+                "tokenfleet.worker.commands.cli",
                 "worker",
                 *flags_of(
                     {

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 
-from tokenfleet.worker.demo_view import View
-from tokenfleet.worker.worker_process import WorkerDied, WorkerProcess
+from tokenfleet.worker.demo.view import View
+from tokenfleet.worker.demo.worker_process import WorkerDied, WorkerProcess
 
 if TYPE_CHECKING:
     from tokenfleet.producer import AsyncClient, AsyncJob, Event
-    from tokenfleet.worker.exporters import Exporters
+    from tokenfleet.worker.observing.exporters import Exporters
 
 MODEL_NAME = "smollm2"
 SLOTS = 6
@@ -139,8 +139,8 @@ class Demo:
     async def _run_in(self, stack: AsyncExitStack) -> None:
         from tokenfleet.producer import AsyncClient
         from tokenfleet.producer.embedded import EmbeddedServer
-        from tokenfleet.worker.demo_model import prepare_smollm2
-        from tokenfleet.worker.exporters import ExportConfig, Exporters
+        from tokenfleet.worker.demo.model import prepare_smollm2
+        from tokenfleet.worker.observing.exporters import ExportConfig, Exporters
 
         exporters = Exporters(ExportConfig(service="demo-producer", trace_file=self._trace_file))
         stack.callback(exporters.shutdown, 2.0)

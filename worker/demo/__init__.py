@@ -1,0 +1,1 @@
+"""A fleet in one command, and the model it runs."""

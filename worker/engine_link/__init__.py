@@ -1,0 +1,1 @@
+"""The engine process and the worker's ends of its socket."""

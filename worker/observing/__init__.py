@@ -1,0 +1,1 @@
+"""Spans, metrics and logs, and their ways out."""
