@@ -19,11 +19,11 @@ from tokenfleet.worker.broker import Broker
 from tokenfleet.worker.engine_link.engine_process import Batch, StepEvent
 from tokenfleet.worker.handback import HandBack
 from tokenfleet.worker.jobs import Ending, Job, Stage
+from tokenfleet.worker.observing.telemetry import Telemetry
 from tokenfleet.worker.prepare import BadJob, Preparer
 from tokenfleet.worker.publisher import Publisher
 from tokenfleet.worker.queue import ClaimedJob, JobQueue
 from tokenfleet.worker.roster import Roster
-from tokenfleet.worker.observing.telemetry import Telemetry
 
 log = structlog.get_logger()
 

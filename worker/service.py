@@ -35,6 +35,7 @@ from tokenfleet.worker.engine_link.engine_process import EngineHandle, EngineInf
 from tokenfleet.worker.health import HealthServer
 from tokenfleet.worker.intake import Intake
 from tokenfleet.worker.lease import LeaseKeeper
+from tokenfleet.worker.observing.telemetry import Telemetry
 from tokenfleet.worker.prepare import Preparer
 from tokenfleet.worker.presence import Presence, StartFigures
 from tokenfleet.worker.publisher import Publisher
@@ -42,7 +43,6 @@ from tokenfleet.worker.queue import JobQueue
 from tokenfleet.worker.reaper import Reaper
 from tokenfleet.worker.roster import Roster
 from tokenfleet.worker.settings import WorkerSettings
-from tokenfleet.worker.observing.telemetry import Telemetry
 
 EXIT_OK, EXIT_ENGINE, EXIT_BAD_INPUT, EXIT_BROKER = 0, 1, 2, 3
 TELEMETRY_TIMEOUT_S = 2.0

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tokenfleet.worker.bench.figures import Seen, Summary, figures_of, percentile, ratio
+from tokenfleet.worker.bench.fleet import bench_fleet
 from tokenfleet.worker.bench.runs import (
     UNSET,
     BenchConfig,
@@ -19,8 +21,6 @@ from tokenfleet.worker.bench.runs import (
     bench_engine,
     take_turns,
 )
-from tokenfleet.worker.bench.figures import Seen, Summary, figures_of, percentile, ratio
-from tokenfleet.worker.bench.fleet import bench_fleet
 from tokenfleet.worker.bench.workloads import BenchJob, Workload, workload_s, workload_w
 
 

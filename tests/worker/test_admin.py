@@ -152,7 +152,7 @@ async def test_the_doctor_sees_a_server_that_drops_keys(own_lab: Any) -> None:
 
 def tokenfleet(server: EmbeddedServer, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tokenfleet.worker.commands.cli", *arguments, "--redis-url", server.url],
+        [sys.executable, "-m", "tokenfleet.worker.entry", *arguments, "--redis-url", server.url],
         capture_output=True,
         text=True,
         timeout=60,

@@ -21,8 +21,8 @@ from tokenfleet.producer import semconv, tracing
 from tokenfleet.producer.keys import new_job_id
 from tokenfleet.producer.protocol import Choice, JobRequest, JobResult, SamplingParams, Usage
 from tokenfleet.worker.observing.exporters import ExportConfig, Exporters
-from tokenfleet.worker.queue import ClaimedJob
 from tokenfleet.worker.observing.telemetry import Telemetry
+from tokenfleet.worker.queue import ClaimedJob
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 SAMPLED = f"00-{TRACE}-b7ad6b7169203331-01"

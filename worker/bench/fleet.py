@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from tokenfleet.producer import semconv
+from tokenfleet.worker.bench.figures import Seen, figures_of
 from tokenfleet.worker.bench.runs import (
     UNSET,
     BenchConfig,
@@ -27,7 +28,6 @@ from tokenfleet.worker.bench.runs import (
     machine_facts,
     take_turns,
 )
-from tokenfleet.worker.bench.figures import Seen, figures_of
 from tokenfleet.worker.bench.workloads import Workload, warm_up
 from tokenfleet.worker.demo.worker_process import WorkerProcess
 

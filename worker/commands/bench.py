@@ -77,7 +77,7 @@ def bench_engine(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Run W or S on the engine alone: tokens/s, latencies, steps, memory."""
-    from tokenfleet.worker.bench.runs import runs as bench
+    from tokenfleet.worker.bench import runs as bench
 
     config = _config(
         model,
@@ -105,7 +105,7 @@ def bench_fleet(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Run the same work through Redis and a worker, and compare with the engine alone."""
-    from tokenfleet.worker.bench.runs import fleet
+    from tokenfleet.worker.bench import fleet
 
     config = _config(
         model,

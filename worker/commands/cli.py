@@ -12,7 +12,11 @@ from typing import Annotated, Any
 
 import typer
 
-from tokenfleet.worker.commands import bench as cli_bench, demo as cli_demo, jobs as cli_jobs, queues as cli_queue, worker as cli_worker
+from tokenfleet.worker.commands import bench as cli_bench
+from tokenfleet.worker.commands import demo as cli_demo
+from tokenfleet.worker.commands import jobs as cli_jobs
+from tokenfleet.worker.commands import queues as cli_queue
+from tokenfleet.worker.commands import worker as cli_worker
 
 EXAMPLES = {
     "worker": "tokenfleet worker --model ./SmolLM2-135M-Instruct --model-name smollm2",

@@ -1,6 +1,7 @@
 """How the demo looks: a live table on a terminal, one line per piece of text in a pipe.
 
-A view only shows; what is true is decided in worker/demo/show.py. Both views end with the same table.
+A view only shows; what is true is decided in worker/demo/show.py. Both views end with the same
+table.
 """
 
 from __future__ import annotations

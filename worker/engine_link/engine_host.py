@@ -17,8 +17,8 @@ import structlog
 from tokenfleet.engine.errors import EngineError
 from tokenfleet.worker.dispatch import Dispatcher
 from tokenfleet.worker.engine_link.engine_process import EngineHandle, EngineInfo, EngineStartFailed
-from tokenfleet.worker.roster import Roster
 from tokenfleet.worker.observing.telemetry import Telemetry
+from tokenfleet.worker.roster import Roster
 
 MAX_DEATHS = 5
 FIRST_BACKOFF_S = 0.25

@@ -39,7 +39,7 @@ def configure(
         level: debug, info, warning or error.
         log_format: json, console, or auto: console where the output is a terminal.
         worker: this worker's id, on every line.
-        trace_ids: (job id, attempt) -> trace_id and span_id (worker/observing/telemetry.py: trace_ids).
+        trace_ids: (job id, attempt) -> trace_id and span_id (telemetry.py: trace_ids).
         output: standard error when not given.
     """
     if log_format not in FORMATS:

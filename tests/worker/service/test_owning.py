@@ -208,7 +208,8 @@ async def test_a_job_claimed_again_by_its_own_worker_never_meets_its_old_self(fl
 async def test_no_step_runs_with_an_empty_slot_while_jobs_wait(fleet, until, monkeypatch) -> None:
     ran: list[int] = []
     monkeypatch.setattr(
-        "tokenfleet.worker.observing.telemetry.Telemetry.step", lambda self, stats: ran.append(stats.running)
+        "tokenfleet.worker.observing.telemetry.Telemetry.step",
+        lambda self, stats: ran.append(stats.running),
     )
     jobs = [await fleet.submit(sampling={"max_tokens": 10 + 7 * (i % 5)}) for i in range(30)]
     fleet.worker(simulated=True, simulated_step_ms=10, max_num_seqs=4, prefetch=4)
