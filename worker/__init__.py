@@ -1,5 +1,5 @@
 """The process between Redis and the engine: claims jobs, publishes tokens, and what people see.
 
-Nothing is exported: a worker is started by `tokenfleet worker` (cli.py), which runs a
+Nothing is exported: a worker is started by `tokenfleet worker` (commands/cli.py), which runs a
 WorkerService (service.py).
 """

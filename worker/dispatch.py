@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 
 class Engine(Protocol):
-    """What is needed of an engine process (engine_process.py: EngineHandle)."""
+    """What is needed of an engine process (engine_link/engine_process.py: EngineHandle)."""
 
     def add(self, request: EngineRequest) -> None: ...
     def abort(self, id: str, choice: int | None = None) -> None: ...

@@ -58,7 +58,7 @@ class WorkerService:
         settings: valid ones (settings.py: load_settings).
         telemetry: made from the settings when not given.
         started: monotonic time at which the process began, for the start-up figures.
-        first_engine: one that was launched already (engine_process.py: new_engine).
+        first_engine: one that was launched already (engine_link/engine_process.py: new_engine).
         make_engine: a handle for each new engine process; made from the settings when not given.
     """
 

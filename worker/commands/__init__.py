@@ -1,1 +1,1 @@
-"""The command line."""
+"""The command line, a module per group of commands."""
