@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenfleet.worker.demo.show import model as demo_model
+from tokenfleet.worker.demo import model as demo_model
 
 
 @pytest.fixture(scope="module")
