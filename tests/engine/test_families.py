@@ -37,7 +37,7 @@ def test_probabilities_are_transformers(family, way, tiny_random, reference):
     engine = Engine(EngineConfig(path, dtype="float32", device="cpu", **settings))
     rng = random.Random(5)
     prompts = [[rng.randrange(250) for _ in range(length)] for length in (29, 17, 24)]
-    params = SamplingParams(max_tokens=12, temperature=0.0, logprobs=3, ignore_eos=True)
+    params = SamplingParams(max_tokens=24, temperature=0.0, logprobs=3, ignore_eos=True)
     if way == "prefix hit":
         engine.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0))
     outputs = engine.generate(prompts, params)
