@@ -29,6 +29,7 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # spend longer on converting a dozen arguments than the smaller operations take.
 FUNCTIONS = (
     "tf_rms_norm",
+    "tf_sample",
     "tf_add_rms_norm",
     "tf_silu_mul",
     "tf_gelu_tanh_mul",

@@ -13,13 +13,19 @@ Shapes: R rows, V vocabulary, L longest token history.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tokenfleet.kernels.backend import compiled
 from tokenfleet.kernels.rng import gumbel
 
+_PACK = struct.Struct("@7P2q").pack
+"""The argument struct of sampling.cpp."""
+
+BLOCK = 64
 CANDIDATES = 256
 """Best tokens that the fast path looks at."""
 
@@ -59,6 +65,21 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     return best.values, best.indices
 
 
+def best_of(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row [R, V] and their ids, like topk.
+
+    They lie in the `count` blocks with the largest heads, so only those are looked through.
+    """
+    R, V = values.shape
+    if V % BLOCK or count * BLOCK * 4 > V:
+        return values.topk(count, dim=-1)
+    blocks = values.view(R, V // BLOCK, BLOCK)
+    which = blocks.amax(dim=-1).topk(count, dim=-1).indices
+    looked_at = blocks.gather(1, which[:, :, None].expand(-1, -1, BLOCK)).flatten(1)
+    best, places = looked_at.topk(count, dim=-1)
+    return best, which.gather(1, places // BLOCK) * BLOCK + places % BLOCK
+
+
 def warp(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Logits [R, V] over temperature, with -inf where a filter removes the token.
 
@@ -75,7 +96,24 @@ def warp(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """One token id per row, int64 [R]. Logits [R, V] fp32 are left unchanged."""
+    """One token id per row, int64 [R]. Logits [R, V] fp32 are left unchanged.
+
+    The compiled form and the reference agree but for a token whose mass lies within rounding of the
+    top-p cut.
+    """
+    library = compiled(logits)
+    if library is None or logits.dtype != torch.float32 or not logits.is_contiguous():
+        return sample_reference(logits, rows)
+    out = torch.empty(logits.shape[0], dtype=torch.int64)
+    columns = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.keys)
+    held = [column.contiguous() for column in columns]
+    pointers = [column.data_ptr() for column in held]
+    library.tf_sample(_PACK(logits.data_ptr(), *pointers, out.data_ptr(), *logits.shape))
+    return out
+
+
+def sample_reference(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """The specification of `sample`: `warp`, then the Gumbel maximum."""
     if not rows.filtered or logits.shape[1] <= CANDIDATES:
         return _draw_from_all(warp(logits, rows), rows.keys)
     scaled = logits / rows.temperature[:, None]
@@ -142,20 +180,25 @@ class PenaltyRows:
 
 
 def penalise(logits: Tensor, rows: PenaltyRows) -> Tensor:
-    """Penalised logits [R, V], a new tensor.
+    """Penalise logits [R, V] in place, and return them.
 
     Repetition (prompt and output; Keskar et al. 2019): positive logits are divided, negative
     multiplied. Then frequency times the count and presence once, both of the output only.
     """
     place = torch.arange(rows.tokens.shape[1], device=logits.device)[None, :]
     known = place < rows.num_tokens[:, None]
-    # positions beyond the history repeat its first token: scattering equal values twice is harmless
+    # positions beyond the history repeat its first token: writing equal values twice is harmless
     tokens = torch.where(known, rows.tokens, rows.tokens[:, :1])
     seen = logits.gather(1, tokens)
     factor = rows.repetition[:, None]
-    out = logits.scatter(1, tokens, torch.where(seen > 0, seen / factor, seen * factor))
-    is_output = known & (place >= rows.num_prompt[:, None])
-    counts = torch.zeros_like(out).scatter_add_(1, tokens, is_output.to(out.dtype))
-    out -= rows.frequency[:, None] * counts
-    out -= rows.presence[:, None] * (counts > 0)
-    return out
+    seen = torch.where(seen > 0, seen / factor, seen * factor)
+    counts = _counts(tokens, known & (place >= rows.num_prompt[:, None]))
+    seen -= rows.frequency[:, None] * counts + rows.presence[:, None] * (counts > 0)
+    return logits.scatter_(1, tokens, seen)
+
+
+def _counts(tokens: Tensor, counted: Tensor) -> Tensor:
+    """How often each place's token stands in its row's counted places, int64 [R, L]."""
+    ordered = torch.where(counted, tokens, -1).sort(dim=1).values
+    ends = torch.searchsorted(ordered, tokens, right=True)
+    return ends - torch.searchsorted(ordered, tokens)

@@ -19,7 +19,15 @@ from tokenfleet.engine.execution.param_table import Ids, ParamTable, Scattered
 from tokenfleet.engine.execution.slots import SlotTable
 from tokenfleet.engine.request import Logprobs
 from tokenfleet.kernels.rng import row_keys
-from tokenfleet.kernels.sampling import PenaltyRows, SamplingRows, greedy, penalise, sample, warp
+from tokenfleet.kernels.sampling import (
+    PenaltyRows,
+    SamplingRows,
+    best_of,
+    greedy,
+    penalise,
+    sample,
+    warp,
+)
 
 Mask = NDArray[np.bool_]
 
@@ -53,22 +61,27 @@ class Sampler:
         raw = logits[raw_rows].log_softmax(-1) if raw_rows.size else None
         if self._unknown is not None:
             logits.index_fill_(1, self._unknown, -torch.inf)
-        values, tokens = greedy(logits)
-        poisoned = ~torch.isfinite(values)
-        changed = self._adjust(logits, slots, ends)
+        poisoned = ~torch.isfinite(logits.amax(-1))
+        self._adjust(logits, slots, ends)
         if p.penalised[slots].any():
             self._penalise(logits, slots, ends)
-            changed = True
-        changed |= self._constrain(logits, slots)
-        if changed:
-            tokens = greedy(logits)[1]
-        drawn = np.flatnonzero(~p.greedy[slots])
-        if drawn.size:
-            rows = self._rows(slots[drawn], ends[drawn], logits.device)
-            tokens[drawn] = sample(_picked(logits, drawn), rows)
+        self._constrain(logits, slots)
+        tokens = self._choose(logits, slots, ends)
         chosen = tokens.cpu().numpy()
         reports = self._reports(logits, chosen, slots, ends, raw_rows, raw)
         return Sampled(chosen, poisoned.cpu().numpy(), reports)
+
+    def _choose(self, logits: Tensor, slots: Ids, ends: Ids) -> Tensor:
+        """The best token of greedy rows, a drawn one of the others."""
+        drawn = np.flatnonzero(~self._params.greedy[slots])
+        if not drawn.size:
+            return greedy(logits)[1]
+        found = sample(_picked(logits, drawn), self._rows(slots[drawn], ends[drawn], logits.device))
+        if drawn.size == len(slots):
+            return found
+        tokens = greedy(logits)[1]
+        tokens[drawn] = found
+        return tokens
 
     def _rows(self, slots: Ids, ends: Ids, device: torch.device) -> SamplingRows:
         p = self._params
@@ -82,11 +95,11 @@ class Sampler:
             filtered=bool(p.filtered[slots].any()),
         )
 
-    def _adjust(self, logits: Tensor, slots: Ids, ends: Ids) -> bool:
+    def _adjust(self, logits: Tensor, slots: Ids, ends: Ids) -> None:
         """Bias and minimum length, for all rows in two scattered writes."""
         p = self._params
         if not p.adjusted[slots].any():
-            return False
+            return
         bias, ending = p.scattered(slots)
         if bias.rows.size:
             values = torch.from_numpy(bias.values).to(logits.device)
@@ -95,7 +108,6 @@ class Sampler:
         if short.any():
             below = torch.tensor(-torch.inf, device=logits.device)
             logits.index_put_(_places(ending.where(short), logits), below)
-        return True
 
     def _penalise(self, logits: Tensor, slots: Ids, ends: Ids) -> None:
         p = self._params
@@ -111,20 +123,24 @@ class Sampler:
             torch.from_numpy(p.frequency[where]).to(device),
             torch.from_numpy(p.repetition[where]).to(device),
         )
-        penalised = penalise(_picked(logits, rows), histories)
-        logits[rows] = penalised
+        picked = _picked(logits, rows)
+        penalised = penalise(picked, histories)
+        if penalised is not logits:
+            logits[rows] = penalised
 
-    def _constrain(self, logits: Tensor, slots: Ids) -> bool:
+    def _constrain(self, logits: Tensor, slots: Ids) -> None:
         """Forbid what the rows' grammars do not allow."""
         p = self._params
         rows = np.flatnonzero(p.constrained[slots])
         if not rows.size:
-            return False
+            return
         constraints = [p.constraint[slot] for slot in slots[rows].tolist()]
         allowed = torch.from_numpy(allowed_tokens(constraints, logits.shape[1])).to(logits.device)
         where = torch.from_numpy(rows).to(logits.device)
-        logits[where] = logits[where].masked_fill_(~allowed, -torch.inf)
-        return True
+        if len(rows) == logits.shape[0]:
+            logits.masked_fill_(~allowed, -torch.inf)
+        else:
+            logits[where] = logits[where].masked_fill_(~allowed, -torch.inf)
 
     def _reports(
         self, logits: Tensor, tokens: Ids, slots: Ids, ends: Ids, raw_rows: Ids, raw: Tensor | None
@@ -170,7 +186,7 @@ def fill_reports(
     most = int(wanted[rows].max())
     if unknown is not None:
         logprobs.index_fill_(1, unknown, -torch.inf)
-    best, ids = logprobs.topk(most, dim=-1) if most else (logprobs[:, :0], logprobs[:, :0].long())
+    best, ids = best_of(logprobs, most) if most else (logprobs[:, :0], logprobs[:, :0].long())
     for i, (values, names) in enumerate(zip(best.tolist(), ids.tolist(), strict=True)):
         row = rows[i]
         top = zip(names[: wanted[row]], values[: wanted[row]], strict=True)

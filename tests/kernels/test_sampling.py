@@ -13,6 +13,7 @@ from transformers import (
 )
 
 from tokenfleet.kernels import sampling
+from tokenfleet.kernels.backend import using
 from tokenfleet.kernels.rng import bits, gumbel, row_keys, splitmix64, uniform
 from tokenfleet.kernels.sampling import PenaltyRows, SamplingRows, penalise, sample, warp
 
@@ -66,6 +67,12 @@ def test_the_possible_set_and_its_probabilities_are_transformers(vocab):
         torch.testing.assert_close(got[i], wanted, atol=1e-5, rtol=1e-4)
 
 
+@pytest.fixture(params=["reference", "cpp"], autouse=True)
+def _each_backend(request):
+    with using(request.param):
+        yield
+
+
 @pytest.mark.parametrize("vocab", [5, 300, 3001])
 @pytest.mark.parametrize("sharp", [0.1, 1.0, 6.0])
 def test_the_fast_draw_is_the_full_sort_draw(vocab, sharp):
@@ -101,6 +108,16 @@ def test_draws_follow_the_distribution():
     torch.testing.assert_close(shares, logits[0].softmax(-1), atol=0.015, rtol=0)
 
 
+@pytest.mark.parametrize("vocab", [259, 4096, 49152])
+def test_the_best_are_those_of_topk(vocab):
+    values = torch.randn(7, vocab)
+    for count in (1, 5, 20):
+        best, ids = sampling.best_of(values, count)
+        wanted = values.topk(count)
+        assert torch.equal(best, wanted.values)
+        assert torch.equal(ids, wanted.indices)
+
+
 def test_repetition_penalty_is_transformers_over_prompt_and_output():
     logits = torch.randn(1, 50)
     tokens = torch.tensor([[3, 4, 3, 9, 49]])
@@ -109,7 +126,7 @@ def test_repetition_penalty_is_transformers_over_prompt_and_output():
         torch.zeros(1), torch.zeros(1), torch.tensor([1.7]),
     )  # fmt: skip
     wanted = RepetitionPenaltyLogitsProcessor(1.7)(tokens[:, :4], logits.clone())
-    torch.testing.assert_close(penalise(logits, rows), wanted)
+    torch.testing.assert_close(penalise(logits.clone(), rows), wanted)
 
 
 def test_presence_and_frequency_count_the_output_only_and_no_padding():
