@@ -1,9 +1,11 @@
 // One token per row: temperature, top-k, top-p, min-p and the Gumbel draw; see sampling.py for the contract.
 //
-// No row is sorted. A histogram over the logits tells in which bucket a cut lies; only that bucket is.
+// No row is sorted. With a small top-k, the k largest lie in the k vectors with the largest heads, and only those
+// are looked into. Otherwise a histogram over the logits tells in which bucket a cut lies; only that is sorted.
 #include "vec.h"
 
 #include <algorithm>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -59,6 +61,19 @@ INLINE bool any(i32x16 mask) {
     memcpy(parts, &mask, 64);
     for (uint64_t part : parts) all |= part;
     return all != 0;
+}
+
+INLINE float highest(f32x16 v) {
+    float top = v[0];
+    for (int i = 1; i < LANES; i++) top = v[i] > top ? v[i] : top;
+    return top;
+}
+
+// Largest first, of equal ones the lowest id first.
+inline void order(std::vector<Item>& items) {
+    std::sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
+        return a.first != b.first ? a.first > b.first : a.second < b.second;
+    });
 }
 
 // The largest of value + noise; of equal ones the lowest id.
@@ -119,9 +134,7 @@ struct Row {
             for (int64_t j = 0; j < LANES; j++)
                 if (hit[j]) items.push_back({scaled[i + j], (int32_t)(i + j)});
         }
-        std::sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
-            return a.first != b.first ? a.first > b.first : a.second < b.second;
-        });
+        order(items);
     }
 
     // The k-th largest value, and the mass of all values not below it.
@@ -176,11 +189,55 @@ struct SampleArguments {
 
 namespace {
 
-int64_t draw_row(const SampleArguments& a, int64_t row, std::vector<float>& scratch, std::vector<Item>& items) {
+// What one thread needs for its rows.
+struct Scratch {
+    std::vector<float> scaled, heads, sorted_heads;
+    std::vector<Item> items;
+    explicit Scratch(int64_t vocab) : scaled(round_up(vocab, LANES)), heads(scaled.size() / LANES) {}
+};
+
+int64_t draw_of(const std::vector<Item>& items, size_t count, uint32_t k0, uint32_t k1) {
+    Best best;
+    for (size_t i = 0; i < count; i += LANES) {
+        f32x16 values = splat(NEVER);
+        i32x16 ids = i32x16{} + items[i].second;
+        for (size_t j = 0; j < LANES && i + j < count; j++) values[j] = items[i + j].first, ids[j] = items[i + j].second;
+        best.see(values, ids, k0, k1);
+    }
+    return best.winner();
+}
+
+// A row whose top-k is small against the number of vectors.
+int64_t draw_of_few(const SampleArguments& a, int64_t row, Scratch& s) {
+    const int64_t k = a.top_k[row];
+    s.sorted_heads = s.heads;
+    std::nth_element(s.sorted_heads.begin(), s.sorted_heads.begin() + (k - 1), s.sorted_heads.end(), std::greater<>());
+    const float at_least = s.sorted_heads[k - 1];
+    s.items.clear();
+    for (size_t b = 0; b < s.heads.size(); b++) {
+        if (!(s.heads[b] >= at_least)) continue;
+        for (int64_t i = b * LANES; i < (int64_t)(b + 1) * LANES && i < a.vocab; i++)
+            if (s.scaled[i] >= at_least) s.items.push_back({s.scaled[i], (int32_t)i});
+    }
+    order(s.items);
+    if ((int64_t)s.items.size() < k) return s.items.empty() ? 0 : s.items[0].second;  // NaN: poisoned anyway
+    const float top = s.items[0].first, kth = s.items[k - 1].first;
+    double total = 0.0, before = 0.0;
+    for (const Item& item : s.items)
+        if (item.first >= kth) total += __builtin_expf(item.first - top);
+    const double target = a.top_p[row] < 1.0f ? a.top_p[row] * total : __builtin_inf();
+    const float lowest = std::max(kth, a.min_p[row] > 0.0f ? top + __builtin_logf(a.min_p[row]) : NEVER);
+    size_t count = 0;
+    for (; count < s.items.size() && s.items[count].first >= lowest && (before < target || !count); count++)
+        before += __builtin_expf(s.items[count].first - top);
+    return draw_of(s.items, std::max<size_t>(count, 1), a.keys[2 * row], a.keys[2 * row + 1]);
+}
+
+int64_t draw_row(const SampleArguments& a, int64_t row, Scratch& s) {
     const float* logits = a.logits + row * a.vocab;
     const float temperature = a.temperature[row], top_p = a.top_p[row], min_p = a.min_p[row];
     const uint32_t k0 = a.keys[2 * row], k1 = a.keys[2 * row + 1];
-    float* scaled = scratch.data();
+    float* scaled = s.scaled.data();
     f32x16 tops = splat(NEVER);
     for (int64_t i = 0; i < a.vocab; i += LANES) {
         int64_t n = std::min(LANES, a.vocab - i);
@@ -189,13 +246,16 @@ int64_t draw_row(const SampleArguments& a, int64_t row, std::vector<float>& scra
         store(scaled + i, v);
         tops = max(v, tops);
     }
-    float top = NEVER;
-    for (int i = 0; i < LANES; i++) top = std::max(top, tops[i]);
+    const float top = highest(tops);
     const int64_t top_k = a.top_k[row];
+    if (top_k * 8 <= (int64_t)s.heads.size()) {
+        for (size_t b = 0; b < s.heads.size(); b++) s.heads[b] = highest(load(scaled + b * LANES));
+        return draw_of_few(a, row, s);
+    }
     Item last = {NEVER, 0};  // of the order (value down, id up): the last one that is kept
     float lowest = top - REACH;
     if (top_k < a.vocab || top_p < 1.0f) {
-        Row r{scaled, a.vocab, top, items, {}, {}};
+        Row r{scaled, a.vocab, top, s.items, {}, {}};
         r.fill();
         double total = 0.0;
         for (int b = 0; b < BUCKETS; b++) total += r.mass[b];
@@ -242,9 +302,8 @@ EXPORT void tf_sample(const SampleArguments* arguments) {
     const SampleArguments a = *arguments;
 #pragma omp parallel if (a.rows > 1)
     {
-        std::vector<float> scratch(round_up(a.vocab, LANES));
-        std::vector<Item> items;
+        Scratch scratch(a.vocab);
 #pragma omp for schedule(dynamic)
-        for (int64_t row = 0; row < a.rows; row++) a.out[row] = draw_row(a, row, scratch, items);
+        for (int64_t row = 0; row < a.rows; row++) a.out[row] = draw_row(a, row, scratch);
     }
 }
