@@ -58,7 +58,7 @@ class Sampler:
         """Sample from logits fp32 [R, V] (overwritten) for sequences of `ends` [R] tokens."""
         p = self._params
         raw_rows = np.flatnonzero((p.logprobs[slots] >= 0) & ~p.processed[slots])
-        raw = logits[raw_rows].log_softmax(-1) if raw_rows.size else None
+        raw = _picked(logits, raw_rows).log_softmax(-1) if raw_rows.size else None
         if self._unknown is not None:
             logits.index_fill_(1, self._unknown, -torch.inf)
         poisoned = ~torch.isfinite(logits.amax(-1))
