@@ -25,6 +25,9 @@ from tokenfleet.worker.publisher import Publisher
 from tokenfleet.worker.queue import ClaimedJob, JobQueue
 from tokenfleet.worker.roster import Roster
 
+_HELD = (Stage.CLAIMED, Stage.READY, Stage.RUNNING)
+"""Stages of a job that this worker works on."""
+
 log = structlog.get_logger()
 
 
@@ -203,7 +206,8 @@ class Dispatcher:
 
     def out_of_step(self, job: Job) -> None:
         """Redis has lost events that it had: whoever is next goes on from what is left."""
-        self._abort(job)
+        if job.stage is not Stage.ENDED:
+            self._take_away(job)
         self._spawn(self._hand_back.give_up_end(job, "the log is shorter than it was"))
 
     def lost(self, job: Job, reason: str) -> None:
@@ -218,12 +222,12 @@ class Dispatcher:
         Args:
             engine_died: count a failure against those that the engine had begun.
         """
-        for job in jobs:
-            self._abort(job)
         waiting = self.waiting_in_engine()
-        left = [job for job in jobs if job.stage not in (Stage.ENDED, Stage.GONE)]
+        left = [job for job in jobs if job.stage in _HELD]
         begun = [j for j in left if j.stage is Stage.RUNNING and j not in waiting]
         blamed = begun if engine_died else []
+        for job in left:
+            self._take_away(job)
         await self._hand_back.give(blamed, [j for j in left if j not in blamed], why)
 
     def waiting_in_engine(self) -> list[Job]:
@@ -273,6 +277,12 @@ class Dispatcher:
 
     def _publish(self, job: Job, *, urgent: bool = False) -> None:
         self._publisher.touch(job, urgent=urgent)
+
+    def _take_away(self, job: Job) -> None:
+        """Stop a job that has not ended, and hear nothing more of it."""
+        self._abort(job)
+        if job.stage is not Stage.LEAVING:
+            job.move(Stage.LEAVING)
 
     def _abort(self, job: Job) -> None:
         if self.engine is not None and job.stage is Stage.RUNNING:

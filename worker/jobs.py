@@ -1,7 +1,10 @@
 """One job on this worker, from its claim to its end: tokens in, events for the log out.
 
     claimed --prepare--> ready --launch--> running --> ended --> gone
-       '------------------ '-- cancel, expiry, refusal, loss ----------'
+       |                   |                  |'-- hand back --> leaving --> gone
+       '------------------ '-- cancel, expiry, refusal, loss, hand back
+
+A leaving job hears nothing more of its engine: that says "cancelled" of what was only taken away.
 
 Every output token of the job is in exactly one place: the log, the batch of events on its way
 there (`in_flight`), or the drafts behind it. The three follow each other without a gap, and events
@@ -34,14 +37,16 @@ class Stage(StrEnum):
     CLAIMED = "claimed"
     READY = "ready"
     RUNNING = "running"
+    LEAVING = "leaving"
     ENDED = "ended"
     GONE = "gone"
 
 
 MOVES: dict[Stage, frozenset[Stage]] = {
-    Stage.CLAIMED: frozenset({Stage.READY, Stage.ENDED, Stage.GONE}),
-    Stage.READY: frozenset({Stage.RUNNING, Stage.ENDED, Stage.GONE}),
-    Stage.RUNNING: frozenset({Stage.ENDED, Stage.GONE}),
+    Stage.CLAIMED: frozenset({Stage.READY, Stage.LEAVING, Stage.ENDED, Stage.GONE}),
+    Stage.READY: frozenset({Stage.RUNNING, Stage.LEAVING, Stage.ENDED, Stage.GONE}),
+    Stage.RUNNING: frozenset({Stage.LEAVING, Stage.ENDED, Stage.GONE}),
+    Stage.LEAVING: frozenset({Stage.ENDED, Stage.GONE}),
     Stage.ENDED: frozenset({Stage.GONE}),
     Stage.GONE: frozenset(),
 }
@@ -119,7 +124,7 @@ class Job:
     @property
     def slots(self) -> int:
         """Slots that it holds or is about to hold."""
-        if self.stage in (Stage.ENDED, Stage.GONE):
+        if self.stage in (Stage.LEAVING, Stage.ENDED, Stage.GONE):
             return 0
         if not self.choices:
             return self.claimed.request.sampling.n
@@ -142,7 +147,7 @@ class Job:
         self.stage = stage
 
     def prepared(self, request: EngineRequest, streams: Sequence[TextStream]) -> None:
-        """Take the engine's request, and replay what earlier attempts logged."""
+        """Take the engine's request, and replay what earlier attempts logged; `ready` follows."""
         self.request = request
         for index, stream in enumerate(streams):
             choice = ChoiceState(stream)
@@ -150,6 +155,9 @@ class Job:
             if held:
                 self._draft(index).text += held
             self.choices.append(choice)
+
+    def ready(self) -> None:
+        """It may be launched; or its log holds all of it already, and it ends."""
         self.move(Stage.READY)
         self._end_if_done()
 

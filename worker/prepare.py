@@ -66,6 +66,8 @@ class Preparer:
         request, streams = await self._run(job.claimed, lambda: self._parts(job.claimed))
         if job.stage is Stage.CLAIMED:  # and not cancelled or lost meanwhile
             await self._run(job.claimed, lambda: job.prepared(request, streams))
+        if job.stage is Stage.CLAIMED:
+            job.ready()
 
     def warm(self) -> None:
         """Load what the first chat would wait for, in the background."""

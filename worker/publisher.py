@@ -17,6 +17,9 @@ from tokenfleet.worker.broker import BROKER_ERRORS, Broker, blames_request
 from tokenfleet.worker.jobs import Job, Stage
 from tokenfleet.worker.queue import Emission, EmitOutcome, JobQueue, LogBehind
 
+_LOGGING = (Stage.RUNNING, Stage.LEAVING)
+"""Stages in which a job's tokens go to its log."""
+
 
 class Owner(Protocol):
     """Who acts on what a flush finds out."""
@@ -113,7 +116,7 @@ class Publisher:
         calls = [self._finish(job) for job in jobs if job.stage is Stage.ENDED]
         calls += [
             self._emit(group)
-            for group in _by_partition(job for job in jobs if job.stage is Stage.RUNNING)
+            for group in _by_partition(job for job in jobs if job.stage in _LOGGING)
         ]
         if not calls:
             return True

@@ -55,7 +55,18 @@ class ScriptedEngine:
         self.requests[request.id.rpartition("/")[0]] = request
 
     def abort(self, id: str, choice: int | None = None) -> None:
+        """As an engine does: one event "cancelled" for each choice that it stops."""
         self.aborted.append((id.rpartition("/")[0], choice))
+        request = self.requests.get(id.rpartition("/")[0])
+        if request is not None and request.id == id:
+            stopped = range(request.params.n) if choice is None else (choice,)
+            events = [StepEvent(id, c, [], "cancelled") for c in stopped]
+            self._said.put_nowait(Batch(events, [], StepStats(), []))
+
+    @property
+    def heard_out(self) -> bool:
+        """Whether everything said has been taken."""
+        return self._said.empty()
 
     def say(
         self,

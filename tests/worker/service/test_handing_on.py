@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tokenfleet.producer.protocol import Event
-from tokenfleet.worker.queue import Emission
+from tokenfleet.worker.queue import Emission, EmitOutcome, JobQueue
 
 
 async def crash(fleet) -> None:
@@ -35,6 +35,33 @@ async def test_a_crashed_workers_job_goes_on_behind_its_logged_tokens(fleet, unt
     assert (result.text, result.attempts) == ("café is open", 2)
     assert await fleet.text(job) == "café is open"
     assert [e.attempt for e in await fleet.log(job) if e.token_ids][-1] == 2
+
+
+async def test_a_job_taken_from_its_engine_is_not_ended_by_the_engines_word(
+    fleet, until, monkeypatch
+) -> None:
+    """The engine says "cancelled" of it while its last tokens are still on their way to the log."""
+    worker = fleet.worker(grace_s=0)
+    job = await fleet.submit()
+    await until(lambda: fleet.has(job))
+    fleet.engine.say(job, "abc")
+    await until(lambda: fleet.shows(job, "abc"))
+    arrived, go_on, emit = asyncio.Event(), asyncio.Event(), JobQueue.emit
+
+    async def slow_emit(queue: JobQueue, emissions: list[Emission]) -> EmitOutcome:
+        arrived.set()
+        await go_on.wait()
+        return await emit(queue, emissions)
+
+    monkeypatch.setattr(JobQueue, "emit", slow_emit)
+    fleet.engine.say(job, "de")
+    await arrived.wait()
+    worker.drain()
+    await until(lambda: fleet.engine.aborted and fleet.engine.heard_out)
+    go_on.set()
+    assert await fleet.runs[0] == 0
+    assert await fleet.state(job) == "waiting"
+    assert await fleet.text(job) == "abcde"
 
 
 async def test_text_that_was_held_back_is_derived_again(fleet, until) -> None:
@@ -195,7 +222,7 @@ async def test_deaths_with_steps_between_them_do_not_add_up(fleet, until) -> Non
     await until(lambda: len(fleet.engines) == 8 and fleet.has(job))
     fleet.engine.say(job, "!", "stop")
     await until(lambda: fleet.is_(job, "finished"))
-    assert len(worker.roster) == 0
+    await until(lambda: len(worker.roster) == 0)
 
 
 async def test_a_job_that_kills_every_engine_is_given_up_and_others_are_not(fleet, until) -> None:

@@ -45,7 +45,7 @@ async def test_when_the_leases_have_run_out_the_engine_stops_too(own_fleet, unti
     await until(lambda: fleet.shows(job, "abc"))
     await in_thread(fleet.server.stop)
     await until(lambda: (job, None) in fleet.engine.aborted)
-    assert len(worker.roster) == 0
+    await until(lambda: len(worker.roster) == 0)
     await in_thread(fleet.server.start)
     await fleet.redis.connection_pool.disconnect()
     await until(lambda: fleet.engine.requests[job].id == f"{job}/2")
@@ -192,7 +192,7 @@ async def test_running_jobs_survive_a_flushed_server(own_fleet, until) -> None:
         fleet.engine.say(job, ".", "stop")
         await until(lambda job=job: fleet.is_(job, "finished"))
     assert fleet.engine.aborted == []
-    assert len(worker.roster) == 0
+    await until(lambda: len(worker.roster) == 0)
     later = await fleet.submit()
     await until(lambda: fleet.has(later))
 
@@ -208,7 +208,7 @@ async def test_a_second_flush_of_the_same_job_is_taken_for_an_order(own_fleet, u
         await fleet.redis.flushall()
     fleet.engine.say(job, "c")
     await until(lambda: (job, None) in fleet.engine.aborted)
-    assert len(worker.roster) == 0
+    await until(lambda: len(worker.roster) == 0)
     assert await fleet.state(job) == ""
 
 

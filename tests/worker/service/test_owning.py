@@ -152,7 +152,7 @@ async def test_leases_are_renewed_while_the_engine_is_in_a_long_step(fleet, unti
     assert await fleet.field(job, "attempt") == "1"
     engine.say(job, "x", "stop")
     await until(lambda: fleet.is_(job, "finished"))
-    assert len(watcher.roster) == 0
+    await until(lambda: len(watcher.roster) == 0)
 
 
 async def test_an_engine_that_hangs_is_ended_and_its_jobs_go_back(fleet, until) -> None:
@@ -201,7 +201,7 @@ async def test_a_job_claimed_again_by_its_own_worker_never_meets_its_old_self(fl
     fleet.engine.say(job, "new", "stop")
     await until(lambda: fleet.is_(job, "finished"))
     assert await fleet.text(job) == "new"
-    assert len(worker.roster) == 0
+    await until(lambda: len(worker.roster) == 0)
     await other.aclose()
 
 
