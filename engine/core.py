@@ -65,6 +65,7 @@ class EngineCore:
         self.cache = PrefixCache() if config.prefix_cache else None
         self.scheduler = Scheduler(self.limits, BlockPool(model.num_blocks, self.cache), self.cache)
         self.stats = StepStats(blocks_total=model.num_blocks)
+        self._traffic = model.traffic
         self._accounts = Accounts(self.scheduler)
         self._compiling = Compiling(compiler)
         self._arrivals = 0
@@ -255,3 +256,9 @@ class EngineCore:
         stats.forward_s = timing.forward_s if plan else 0.0
         stats.sample_s = timing.sample_s if plan else 0.0
         stats.step_s = time.perf_counter() - started
+        if plan:
+            stats.read_bytes_total += self._traffic.of(plan)
+            stats.schedule_s_total += stats.schedule_s
+            stats.forward_s_total += stats.forward_s
+            stats.sample_s_total += stats.sample_s
+            stats.step_s_total += stats.step_s

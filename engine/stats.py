@@ -37,6 +37,13 @@ class StepStats:
     schedule_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0
+    schedule_s_total: float = 0.0
+    """The same since the start; a step's rest is input building and bookkeeping."""
+    forward_s_total: float = 0.0
+    sample_s_total: float = 0.0
+    step_s_total: float = 0.0
+    read_bytes_total: int = 0
+    """Weights and KV that the steps had to read at least (traffic.py)."""
     errors_total: int = 0
     """Sequences that ended in an error."""
     oom_retries_total: int = 0

@@ -21,6 +21,7 @@ from tokenfleet.engine.model.families import read_spec
 from tokenfleet.engine.model.loader import load_decoder
 from tokenfleet.engine.model.spec import ModelSpec
 from tokenfleet.engine.scheduling.plan import StepPlan
+from tokenfleet.engine.traffic import NO_TRAFFIC, Traffic, traffic_of
 
 
 class RunsSteps(Protocol):
@@ -54,6 +55,8 @@ class LoadedModel:
     block_size: int
     num_blocks: int
     """Usable blocks, the null block not counted."""
+    traffic: Traffic = NO_TRAFFIC
+    """What a step reads."""
 
 
 def load_model(config: EngineConfig, known_tokens: Collection[int] | None = None) -> LoadedModel:
@@ -80,4 +83,4 @@ def load_model(config: EngineConfig, known_tokens: Collection[int] | None = None
         known_tokens=known_tokens,
         device=device,
     )
-    return LoadedModel(spec, runner, max_len, block_size, num_blocks)
+    return LoadedModel(spec, runner, max_len, block_size, num_blocks, traffic_of(decoder))
