@@ -21,7 +21,7 @@ from tokenfleet.producer.errors import BrokerUnavailable
 from tokenfleet.producer.keys import GROUP, Keys, keys_of
 from tokenfleet.producer.protocol import Event, JobRequest
 from tokenfleet.producer.submission import Submission
-from tokenfleet.worker.queue import ClaimedJob, JobQueue
+from tokenfleet.worker.queue import ClaimedJob, Emission, JobQueue
 
 _numbers = itertools.count(1)
 
@@ -88,6 +88,16 @@ class Lab:
         """Entries in all of the model's queues."""
         found = await self.raw.keys(f"{self.keys.prefix}:q:{model}:*")
         return sum([await self.raw.xlen(key) for key in found])
+
+    def token(self, offset: int, *ids: int, attempt: int = 1, **more: Any) -> Event:
+        """An event of some tokens; of one that is its offset, where none is given."""
+        ids = ids or (offset,)
+        text = "".join(f"{i} " for i in ids)
+        return Event(offset=offset, token_ids=ids, text=text, attempt=attempt, **more)
+
+    def emission(self, job: ClaimedJob, start: int, *events: Event) -> Emission:
+        """The events as a worker sends them."""
+        return Emission(job.id, job.attempt, start, events)
 
     async def until(self, check: Callable[[], Awaitable[bool]]) -> None:
         """Ask the server again and again; the test's timeout ends a wait in vain."""
