@@ -1,0 +1,389 @@
+"""A fleet seen from outside, read from Redis: queues, live workers, running jobs.
+
+What `tokenfleet queue`, `tokenfleet top`, the doctor and the gateway's status page show comes from
+here, so that they cannot disagree. Counts are taken from lengths and pending entries, never from a
+group's lag, which deletes falsify.
+
+Invariant: everything here reads; nothing of the fleet is changed by being looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tokenfleet.producer.connection import Connection, RedisError, ResponseError
+from tokenfleet.producer.errors import BrokerUnavailable
+from tokenfleet.producer.keys import GROUP, PRIORITIES, Keys
+
+AT_ONCE = 8
+"""Connections that one look uses at most."""
+SEARCH_S = 2.0
+SEARCH_SHARE = 50
+"""Queues are searched for among all keys at most every SEARCH_S seconds, and so that a search takes
+no more than one part in SEARCH_SHARE of the time; what is known is looked at each time."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueDepth:
+    """One class of one model, over all partitions."""
+
+    model: str
+    priority: str
+    waiting: int = 0
+    """Not claimed yet, those handed back included."""
+    running: int = 0
+    """Under a worker's lease."""
+    oldest_s: float | None = None
+    """How long the next job has waited; None when none waits."""
+    front: int = 0
+    """How many of the waiting were handed back, and go before the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLine:
+    """One worker, as it last said of itself."""
+
+    worker: str
+    model: str
+    host: str
+    state: str
+    """ready, starting, draining, or whatever its engine is."""
+    slots: int
+    running: int
+    """Jobs in its engine."""
+    owned: int
+    """Jobs under its lease, those it has ready included."""
+    tokens_per_s: float | None
+    """Output tokens between its last two heartbeats; None: it does not say."""
+    kv_usage: float | None
+    """Share of its KV blocks in use."""
+    seen_s: float
+    """How long ago."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningJob:
+    """A job under a lease. What it says is not in here."""
+
+    job_id: str
+    model: str
+    priority: str
+    worker: str
+    attempt: int
+    offset: int
+    """Output tokens logged."""
+    age_s: float
+    """Since it was submitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetStatus:
+    """One look at everything."""
+
+    at_ms: int
+    """The server's clock."""
+    workers: tuple[WorkerLine, ...]
+    queues: tuple[QueueDepth, ...]
+    delayed: int
+    """Jobs that may not be claimed yet: a delay, or the pause before their next try."""
+    dead: int
+    """Dead letters."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all workers that say."""
+        return sum(worker.tokens_per_s or 0.0 for worker in self.workers)
+
+    @property
+    def waiting(self) -> int:
+        return sum(queue.waiting for queue in self.queues)
+
+    @property
+    def running(self) -> int:
+        return sum(queue.running for queue in self.queues)
+
+    @property
+    def slots(self) -> int:
+        return sum(worker.slots for worker in self.workers)
+
+
+class FleetReader:
+    """Reads one fleet's namespace. Raises what the client raises when Redis is away.
+
+    Args:
+        clock: monotonic seconds, for how long a search stays good.
+    """
+
+    def __init__(
+        self, connection: Connection, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._connection = connection
+        self._clock = clock
+        self._gate = asyncio.Semaphore(AT_ONCE)
+        self._search_at = float("-inf")
+        self._streams: set[str] = set()
+        self._partitions: set[int] = set()
+
+    async def status(self) -> FleetStatus:
+        """Workers, queues and counts now."""
+        await self._search()
+        now_ms, lines, delayed, dead = await asyncio.gather(
+            self.now_ms(),
+            self._lines(self._partitions),
+            self._count(self._partitions, "delay"),
+            self._count(self._partitions, "dead"),
+        )
+        for said in lines.values():
+            self._streams |= self._streams_of(said.get("model", ""))
+        depths = await self._depths(self._streams)
+        workers = (_worker_line(name, said, now_ms) for name, said in sorted(lines.items()))
+        return FleetStatus(now_ms, tuple(workers), tuple(depths), delayed, dead)
+
+    async def running(self, limit: int = 50) -> list[RunningJob]:
+        """Jobs under a lease, the longest running first; at most `limit`."""
+        await self._search()
+        now_ms = await self.now_ms()
+        found = await asyncio.gather(
+            *(self._running_in(key, limit, now_ms) for key in sorted(self._streams))
+        )
+        jobs = [job for jobs in found for job in jobs]
+        return sorted(jobs, key=lambda job: (-job.age_s, job.job_id))[:limit]
+
+    async def knows(self, model: str) -> bool:
+        """Whether a live worker serves the model or a queue of it is there."""
+        partitions = range(self._connection.partitions)
+        for partition in partitions:
+            keys = self._keys(partition)
+            queues = [keys.queue(model, priority) for priority in PRIORITIES]
+            if await self._execute("EXISTS", *queues):
+                return True
+        return model in {said.get("model") for said in (await self._lines(partitions)).values()}
+
+    async def models(self) -> dict[str, int]:
+        """Every model that a worker serves or a queue is there for, and its live workers."""
+        await self._search()
+        lines = await self._lines(self._partitions)
+        models = {_class_in(key)[0]: 0 for key in self._streams}
+        for said in lines.values():
+            models[said.get("model", "")] = models.get(said.get("model", ""), 0) + 1
+        return models
+
+    async def partitions(self) -> list[int]:
+        """Those that hold a job, found by their keys, and those that the connection knows."""
+        found = {0, *range(self._connection.partitions)}
+        async for key in self._scan("live", "zset"):
+            found.add(_partition_in(key))
+        return sorted(found)
+
+    async def streams(self) -> list[str]:
+        """The keys of all queue streams, the `:front` ones included."""
+        return [key async for key in self._scan("q:*", "stream")]
+
+    async def queues(self) -> list[QueueDepth]:
+        """Every queue that has jobs or a consumer group, by model and priority."""
+        return await self._depths(await self.streams())
+
+    async def delayed(self) -> int:
+        """Jobs that may not be claimed yet: a delay, or the pause before their next try."""
+        return await self._count(await self.partitions(), "delay")
+
+    async def workers(self) -> list[dict[str, str]]:
+        """What each live worker says of itself, with its id."""
+        lines = await self._lines(await self.partitions())
+        return [{"worker": name, **lines[name]} for name in sorted(lines)]
+
+    async def now_ms(self) -> int:
+        """The server's clock."""
+        seconds, micros = await self._execute("TIME")
+        return int(seconds) * 1000 + int(micros) // 1000
+
+    async def _search(self) -> None:
+        """Look for queues that are not known yet, now and then: it walks over all keys."""
+        began = self._clock()
+        if began < self._search_at:
+            return
+        self._partitions = set(await self.partitions())
+        self._streams = set(await self.streams())
+        ended = self._clock()
+        self._search_at = ended + max(SEARCH_S, SEARCH_SHARE * (ended - began))
+
+    def _streams_of(self, model: str) -> set[str]:
+        """The queues that a worker of this model makes."""
+        if not model:
+            return set()
+        keys = [self._keys(partition) for partition in range(self._connection.partitions)]
+        return {key.queue(model, priority) for key in keys for priority in PRIORITIES} | {
+            key.front(model, priority) for key in keys for priority in PRIORITIES
+        }
+
+    async def _depths(self, streams: set[str] | list[str]) -> list[QueueDepth]:
+        now_ms = await self.now_ms()
+        found = await asyncio.gather(*(self._depth(key, now_ms) for key in streams))
+        depths: dict[tuple[str, str], QueueDepth] = {}
+        for one in found:
+            known = depths.get((one.model, one.priority), QueueDepth(one.model, one.priority))
+            depths[one.model, one.priority] = _sum(known, one)
+        order = {priority: rank for rank, priority in enumerate(PRIORITIES)}
+        return sorted(depths.values(), key=lambda d: (d.model, order.get(d.priority, 9)))
+
+    async def _depth(self, key: str, now_ms: int) -> QueueDepth:
+        model, priority = _class_in(key)
+        async with self._gate:
+            length = int(await self._execute("XLEN", key))
+            group = await self._group(key)
+            pending = int(group["pending"])
+            after = f"({group['last-delivered-id']}"
+            first = await self._execute("XRANGE", key, after, "+", "COUNT", 1)
+        oldest = None if not first else (now_ms - int(first[0][0].split(b"-")[0])) / 1000
+        waiting = max(0, length - pending)
+        front = waiting if key.endswith(":front") else 0
+        return QueueDepth(model, priority, waiting, pending, oldest, front)
+
+    async def _group(self, key: str) -> dict[str, str]:
+        try:
+            groups = map(texts_of, await self._execute("XINFO", "GROUPS", key))
+        except ResponseError:  # no such key any more
+            groups = map(texts_of, ())
+        named = {group["name"]: group for group in groups}
+        return named.get(GROUP, {"pending": "0", "last-delivered-id": "0-0"})
+
+    async def _running_in(self, key: str, limit: int, now_ms: int) -> list[RunningJob]:
+        model, priority = _class_in(key)
+        async with self._gate:
+            jobs = []
+            for held in await self._held(key, limit):
+                entry = held["message_id"]
+                found = await self._execute("XRANGE", key, entry, entry)
+                if found:
+                    job_id = texts_of(found[0][1])["j"]
+                    figures = await self._running_job(key, job_id, now_ms)
+                    worker = text_of(held["consumer"])
+                    jobs.append(RunningJob(job_id, model, priority, worker, *figures))
+        return jobs
+
+    async def _held(self, key: str, limit: int) -> list[dict[str, Any]]:
+        """Entries of a queue that workers hold, oldest first."""
+        with _reaching(self._connection):
+            try:
+                held: list[dict[str, Any]] = await self._connection.client.xpending_range(
+                    key, GROUP, "-", "+", limit
+                )
+            except ResponseError:  # no such key or group
+                return []
+        return held
+
+    async def _running_job(self, key: str, job_id: str, now_ms: int) -> tuple[int, int, float]:
+        name = self._keys(_partition_in(key)).job(job_id)
+        values = await self._execute("HMGET", name, "attempt", "offset", "submitted")
+        attempt, offset, submitted = (int(value or 0) for value in values)
+        return attempt, offset, max(0, now_ms - submitted) / 1000 if submitted else 0.0
+
+    async def _lines(self, partitions: Any) -> dict[str, dict[str, str]]:
+        table: dict[str, dict[str, str]] = {}
+        for partition in sorted(partitions):
+            keys = self._keys(partition)
+            for name in await self._execute("ZRANGE", keys.workers, 0, -1):
+                said = texts_of(await self._execute("HGETALL", keys.worker(name.decode())))
+                if said:
+                    table[name.decode()] = said
+        return table
+
+    async def _count(self, partitions: Any, kind: str) -> int:
+        counts = [
+            int(await self._execute("ZCARD", getattr(self._keys(partition), kind)))
+            for partition in sorted(partitions)
+        ]
+        return sum(counts)
+
+    async def _scan(self, rest: str, kind: str) -> AsyncIterator[str]:
+        pattern = f"{{{self._connection.namespace}:*}}:{rest}"
+        with _reaching(self._connection):
+            async for key in self._connection.client.scan_iter(
+                match=pattern, count=500, _type=kind
+            ):
+                yield key.decode()
+
+    def _keys(self, partition: int) -> Keys:
+        return self._connection.keys(partition)
+
+    async def _execute(self, *command: Any) -> Any:
+        return await self._connection.execute(*command)
+
+
+@contextmanager
+def _reaching(connection: Connection) -> Iterator[None]:
+    """For commands that go past the connection's own repeating: its error all the same."""
+    try:
+        yield
+    except ResponseError:
+        raise
+    except (RedisError, OSError) as error:
+        raise BrokerUnavailable(f"{connection.describe()} was not reached ({error})") from error
+
+
+def _partition_in(key: str) -> int:
+    return int(key[key.index(":") + 1 : key.index("}")])
+
+
+def _class_in(key: str) -> tuple[str, str]:
+    """Model and priority in `{namespace:p}:q:<model>:<priority>[:front]`.
+
+    A model may hold colons.
+    """
+    model, _, priority = key.split("}:q:", 1)[1].removesuffix(":front").rpartition(":")
+    return model, priority
+
+
+def _sum(one: QueueDepth, other: QueueDepth) -> QueueDepth:
+    ages = [age for age in (one.oldest_s, other.oldest_s) if age is not None]
+    return QueueDepth(
+        one.model,
+        one.priority,
+        one.waiting + other.waiting,
+        one.running + other.running,
+        max(ages, default=None),
+        one.front + other.front,
+    )
+
+
+def _worker_line(name: str, said: Mapping[str, str], now_ms: int) -> WorkerLine:
+    """What a worker says, read with care: it may be of another version."""
+    state = said.get("engine", "ready")
+    return WorkerLine(
+        worker=name,
+        model=said.get("model", ""),
+        host=said.get("host", ""),
+        state="draining" if said.get("draining", "0") not in ("0", "") else state,
+        slots=int(_number(said.get("slots")) or 0),
+        running=int(_number(said.get("running")) or 0),
+        owned=int(_number(said.get("owned")) or 0),
+        tokens_per_s=_number(said.get("tokens_per_s")),
+        kv_usage=_number(said.get("kv_usage")),
+        seen_s=max(0.0, (now_ms - (_number(said.get("seen")) or now_ms)) / 1000),
+    )
+
+
+def _number(value: str | None) -> float | None:
+    """A finite number in a text; None for anything else."""
+    try:
+        number = float(value or "")
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def texts_of(reply: Any) -> dict[str, str]:
+    """A map reply, flat or not, as text."""
+    if not isinstance(reply, Mapping):
+        reply = dict(zip(reply[::2], reply[1::2], strict=True))
+    return {text_of(name): text_of(value) for name, value in reply.items()}
+
+
+def text_of(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
