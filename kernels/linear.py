@@ -8,6 +8,7 @@ copy is kept. What is computed depends on weight, bias and quantization alone, n
     blocks   bf16 in the blocks of tiles.h; the C++ product, on AMX or AVX-512 BF16
     int8     [out, in] int8 and a scale per output; torch's int8 product
     int8 blocks  the same values in the blocks of tiles.h; the C++ product, on AMX or AVX-512 VNNI
+    fp8      [out, in] e4m3 codes and their scales (fp8.py)
 """
 
 import ctypes
@@ -17,9 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tokenfleet.kernels import fp8
 from tokenfleet.kernels.backend import DTYPE_CODES, compiled
+from tokenfleet.kernels.fp8 import Fp8Scales
 
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "fp8", "fp8_block")
 
 # oneDNN lays a weight out for an expected number of rows; this one was the best or equal to it at
 # every number of rows from 1 to 564
@@ -45,9 +48,13 @@ class PackedWeight:
     scale: Tensor | None = None  # int8: fp32 [out_features]
     offset: Tensor | None = None  # int8 blocks: int32 [out_features], 128 x the sum of its weights
     packed: bytes = b""  # blocks: the head of the arguments of linear.cpp
+    fp8: Fp8Scales | None = None  # fp8: the scales of its codes
 
     @property
     def num_bytes(self) -> int:
+        if self.fp8 is not None:
+            bias = 0 if self.bias is None else self.bias.nbytes
+            return self.data.nbytes + self.fp8.num_bytes + bias
         width = self.dtype.itemsize if self.scale is None else 1
         packed = self.out_features * self.in_features * width
         return packed + sum(x.nbytes for x in (self.bias, self.scale, self.offset) if x is not None)
@@ -59,12 +66,16 @@ def pack_linear(
     """Pack weight [out, in] and bias [out]; nothing else keeps them alive.
 
     quantization None keeps the weight's values and dtype; "int8" rounds each output's weights to
-    int8 by its own scale, and `linear` rounds each token's activations likewise.
+    int8 by its own scale, and `linear` rounds each token's activations likewise; "fp8" does the
+    same in FP8, "fp8_block" in blocks of 128 x 128 (activations: groups of 128).
     """
     if quantization not in (None, *QUANTIZATIONS):
         raise ValueError(
             f"quantization must be None or one of {', '.join(QUANTIZATIONS)}, got {quantization!r}"
         )
+    if quantization in ("fp8", "fp8_block"):
+        form: fp8.Form = "rows" if quantization == "fp8" else "blocks"
+        return pack_fp8(*fp8.quantize_weight(weight, form), bias, dtype=weight.dtype)
     out_features, in_features = weight.shape
     bias = None if bias is None else bias.to(weight.dtype).contiguous()
     shape = (out_features, in_features, weight.dtype)
@@ -84,9 +95,22 @@ def pack_linear(
     return PackedWeight(*shape, "plain", weight.contiguous(), bias)
 
 
+def pack_fp8(
+    codes: Tensor, scales: Fp8Scales, bias: Tensor | None = None, *, dtype: torch.dtype
+) -> PackedWeight:
+    """Pack a weight that is in FP8 already; dtype: of inputs and outputs."""
+    bias = None if bias is None else bias.to(dtype).contiguous()
+    out_features, in_features = codes.shape
+    return PackedWeight(
+        out_features, in_features, dtype, "fp8", codes.contiguous(), bias, fp8=scales
+    )
+
+
 def linear(x: Tensor, packed: PackedWeight) -> Tensor:
     """x [T, in] -> [T, out] in x's dtype, which must be the packed weight's."""
     layout = packed.layout
+    if packed.fp8 is not None:
+        return fp8.reference(x, packed.data, packed.fp8, packed.bias)
     if layout == "plain":
         return torch.nn.functional.linear(x, packed.data, packed.bias)
     if layout == "int8":

@@ -40,7 +40,7 @@ class Checkpoint:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._entries = _read_entries(path)
         self._taken: set[str] = set()
         self._open: dict[Path, Any] = {}
@@ -52,12 +52,21 @@ class Checkpoint:
         """The shard that holds the tensor."""
         return self._entries[name].file
 
-    def take(self, name: str, shape: Sequence[int]) -> Tensor:
-        """The tensor, which must have this shape and a floating dtype. The view is valid until
+    def dtype_of(self, name: str) -> str | None:
+        """safetensors' name of the tensor's dtype; None when there is no such tensor."""
+        entry = self._entries.get(name)
+        return entry.dtype if entry else None
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that is there."""
+        return self._entries[name].shape
+
+    def take(self, name: str, shape: Sequence[int], dtypes: Sequence[str] = _FLOATS) -> Tensor:
+        """The tensor, which must have this shape and one of these dtypes. The view is valid until
         `close`; whoever keeps the values copies them."""
         entry = self._entries.get(name)
         if entry is None:
-            raise CheckpointError(f"{self._path}: tensor {name} is missing from the checkpoint")
+            raise CheckpointError(f"{self.path}: tensor {name} is missing from the checkpoint")
         if name in self._taken:
             raise CheckpointError(f"{entry.file}: tensor {name} is used twice")
         if entry.shape != tuple(shape):
@@ -65,10 +74,10 @@ class Checkpoint:
                 f"{entry.file}: tensor {name} has shape {list(entry.shape)},"
                 f" config.json asks for {list(shape)}"
             )
-        if entry.dtype not in _FLOATS:
+        if entry.dtype not in dtypes:
             raise CheckpointError(
                 f"{entry.file}: tensor {name} has dtype {entry.dtype}, supported are"
-                f" {', '.join(_FLOATS)}"
+                f" {', '.join(dtypes)}"
             )
         self._taken.add(name)
         return self._read(entry, name)

@@ -22,6 +22,7 @@ from tokenfleet.engine.model.config_file import (
 from tokenfleet.engine.model.defaults import DEFAULTS, is_known
 from tokenfleet.engine.model.neutral_fields import is_neutral
 from tokenfleet.engine.model.plain_decoder import Source, activation, by_type, everywhere, plain
+from tokenfleet.engine.model.quantization import read_quantization
 from tokenfleet.engine.model.spec import ModelSpec, MoESpec, TensorNames
 
 
@@ -45,7 +46,9 @@ def read_spec(path: Path, *, max_model_len: int | None = None) -> ModelSpec:
             f"num_attention_heads = {spec.num_q_heads} is no multiple of"
             f" num_key_value_heads = {spec.num_kv_heads}"
         )
-    return replace(spec, eos_token_ids=end_tokens(path, config.eos_token_id))
+    return replace(
+        spec, eos_token_ids=end_tokens(path, config.eos_token_id), fp8=read_quantization(raw)
+    )
 
 
 # ---------------------------------------------------------------- the families
@@ -235,13 +238,9 @@ def _family(raw: Mapping[str, Any]) -> Family:
 
 
 def _check_fields(raw: Mapping[str, Any]) -> None:
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method")
-        raise UnsupportedModel(
-            f"quantization_config: checkpoints quantised by {method!r} are not supported;"
-            " use the checkpoint in bfloat16, float16 or float32"
-        )
     for name, value in raw.items():
+        if name in ("quantization_config", "compression_config"):
+            continue  # read_quantization knows or refuses what is in it
         if not is_known(raw["model_type"], name) and not is_neutral(name, value):
             raise UnsupportedModel(
                 f"config.json: {name} = {value!r} is not known for model_type"

@@ -15,10 +15,11 @@ from torch import Tensor
 from tokenfleet.engine.errors import CheckpointError, ConfigError
 from tokenfleet.engine.model.checkpoint import Checkpoint
 from tokenfleet.engine.model.decoder import Attention, Decoder, Layer
+from tokenfleet.engine.model.fp8_weights import STORED, is_in_fp8, take_fp8
 from tokenfleet.engine.model.mlp import GATES, DenseMlp, MoeMlp
 from tokenfleet.engine.model.rope import cos_sin_table
 from tokenfleet.engine.model.spec import LayerSpec, ModelSpec, MoESpec
-from tokenfleet.kernels.linear import PackedWeight, pack_linear
+from tokenfleet.kernels.linear import PackedWeight, pack_fp8, pack_linear
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
@@ -36,9 +37,15 @@ def load_decoder(
     """The decoder of the checkpoint in directory `path`, its weights converted to `dtype`.
 
     quantization: of the layers' projections, as pack_linear takes it; embeddings, output head,
-    routers and norms stay in `dtype`. Raises CheckpointError, naming file and tensor, and
-    ConfigError for float16 where the model is known to leave its range.
+    routers and norms stay in `dtype`. A checkpoint in FP8 keeps the form it has. Raises
+    CheckpointError, naming file and tensor, and ConfigError for float16 where the model is known to
+    leave its range, and for another quantization than the checkpoint's own.
     """
+    if spec.fp8 is not None and quantization not in (None, "fp8"):
+        raise ConfigError(
+            f"quantization {quantization!r} cannot be applied to a checkpoint that is in FP8;"
+            " leave it out"
+        )
     if dtype == torch.float16 and not spec.float16_safe:
         raise ConfigError(
             f"dtype float16 is too narrow for the activations of {spec.model_type};"
@@ -78,10 +85,13 @@ class _Loader:
 
     def _head(self, embedding: Tensor) -> PackedWeight:
         """Tied to the embedding, unless the checkpoint brings a head of its own that differs."""
-        if self.spec.tie_embeddings and _HEAD not in self.checkpoint:
+        spec = self.spec
+        if spec.tie_embeddings and _HEAD not in self.checkpoint:
             return pack_linear(embedding)
-        head = self._tensor(_HEAD, self.spec.vocab_size, self.spec.hidden_size)
-        same = self.spec.tie_embeddings and torch.equal(head, embedding)
+        if self.checkpoint.dtype_of(_HEAD) == STORED:
+            return self._linear("", ["lm_head"], [spec.vocab_size], spec.hidden_size, bias=False)
+        head = self._tensor(_HEAD, spec.vocab_size, spec.hidden_size)
+        same = spec.tie_embeddings and torch.equal(head, embedding)
         return pack_linear(embedding if same else head)
 
     def _layer(self, prefix: str, layer: LayerSpec, cos_sin: Tensor) -> Layer:
@@ -151,13 +161,15 @@ class _Loader:
         """One projection from its parts, top to bottom; a single part holds all rows already."""
         if len(parts) == 1:
             rows = [sum(rows)]
-        weights = [self._view(f"{prefix}{part}.weight", n, columns) for part, n in zip(parts, rows)]
-        biases = [self._view(f"{prefix}{part}.bias", n) for part, n in zip(parts, rows) if bias]
-        return pack_linear(
-            self._stack(weights),
-            self._stack(biases) if biases else None,
-            quantization=self.quantization,
-        )
+        modules, fp8 = [f"{prefix}{part}" for part in parts], self.spec.fp8
+        biases = [self._view(f"{m}.bias", n) for m, n in zip(modules, rows) if bias]
+        bias_column = self._stack(biases) if biases else None
+        if is_in_fp8(self.checkpoint, fp8, modules) and fp8 is not None:
+            codes, scales = take_fp8(self.checkpoint, fp8, modules, rows, columns, self.device)
+            return pack_fp8(codes, scales, bias_column, dtype=self.dtype)
+        weights = [self._view(f"{m}.weight", n, columns) for m, n in zip(modules, rows)]
+        quantization = self.quantization if fp8 is None else None  # what FP8 left out stays wide
+        return pack_linear(self._stack(weights), bias_column, quantization=quantization)
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
         return self._stack([self._view(name, *shape)])

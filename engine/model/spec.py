@@ -9,6 +9,7 @@ from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh"]
 AttentionKind = Literal["full", "sliding"]
+Fp8Activations = Literal["none", "static", "token", "group"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,15 @@ class TensorNames:
 
 
 @dataclass(frozen=True, slots=True)
+class Fp8Spec:
+    """How a checkpoint keeps its projections in FP8: codes as `<module>.weight`, scales beside."""
+
+    block: tuple[int, int] | None  # outputs x inputs of one scale; None: a tensor's or an output's
+    activations: Fp8Activations  # how a projection's inputs are rounded, as in kernels/fp8.py
+    ignored: tuple[str, ...] = ()  # modules that stay in 16 or 32 bits; patterns of is_ignored
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A decoder-only transformer."""
 
@@ -100,6 +110,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # factor on what a sub-block adds to the residual stream
     float16_safe: bool = True  # False: activations are known to leave float16's range
+    fp8: Fp8Spec | None = None  # set: the checkpoint's projections are in FP8
 
     @property
     def num_layers(self) -> int:

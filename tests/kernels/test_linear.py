@@ -153,7 +153,7 @@ def test_a_row_gives_the_same_bits_alone_and_in_any_batch(quantization):
 
 
 def test_unknown_quantization_is_refused_by_name():
-    with pytest.raises(ValueError, match="int8, got 'int4'"):
+    with pytest.raises(ValueError, match="fp8_block, got 'int4'"):
         pack_linear(torch.zeros(4, 4), quantization="int4")
 
 

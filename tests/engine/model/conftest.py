@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tokenfleet.engine.model.decoder import Decoder
 from tokenfleet.engine.model.families import read_spec
@@ -84,11 +85,13 @@ class Driver:
 
 @pytest.fixture
 def driver() -> Callable[..., Driver]:
-    """driver(path, max_model_len=None, dtype=torch.float32) -> Driver of a fresh decoder."""
+    """driver(path, max_model_len=None, dtype=torch.float32, ...) -> Driver of a fresh decoder."""
 
-    def make(path: Path, *, max_model_len: int | None = None, dtype=torch.float32) -> Driver:
+    def make(
+        path: Path, *, max_model_len: int | None = None, dtype=torch.float32, **options
+    ) -> Driver:
         spec = read_spec(path, max_model_len=max_model_len)
-        return Driver(load_decoder(path, spec, dtype=dtype, device="cpu"))
+        return Driver(load_decoder(path, spec, dtype=dtype, device="cpu"), **options)
 
     return make
 
@@ -116,3 +119,60 @@ def edited(tmp_path) -> Callable[..., Path]:
         return copy
 
     return make
+
+
+@pytest.fixture
+def make_fp8(tmp_path) -> Callable[..., tuple[Path, Path]]:
+    """make_fp8(path, form, config, kept=(), static=None, inverse=False) -> (FP8, dequantised).
+
+    Two checkpoints with equal weights, the second in fp32. form: "tensor", "channel" or "block".
+    kept: parts of module names that stay wide. static: a module's name -> its input scale.
+    inverse: scales are called weight_scale_inv.
+    """
+
+    def make(path: Path, form: str, config: dict, *, kept=(), static=None, inverse=False):
+        tensors, narrow, wide = load_file(path / "model.safetensors"), {}, {}
+        for name, tensor in tensors.items():
+            if tensor.dim() != 2 or any(part in name for part in ("embed", "lm_head", *kept)):
+                narrow[name] = wide[name] = tensor
+                continue
+            module = name.removesuffix(".weight")
+            scale = SCALES[form](tensor)
+            spread = _spread(scale, tensor.shape)
+            narrow[name] = (tensor / spread).to(torch.float8_e4m3fn)
+            narrow[f"{module}.weight_scale{'_inv' if inverse else ''}"] = scale
+            wide[name] = narrow[name].float() * spread
+            if static is not None:
+                narrow[f"{module}.input_scale"] = torch.tensor([static(module)])
+        made = tmp_path / "fp8", tmp_path / "dequantised"
+        for copy, content in zip(made, (narrow, wide), strict=True):
+            shutil.copytree(path, copy)
+            save_file(content, copy / "model.safetensors", metadata={"format": "pt"})
+        fields = json.loads((made[0] / "config.json").read_text())
+        (made[0] / "config.json").write_text(json.dumps(fields | {"quantization_config": config}))
+        return made
+
+    return make
+
+
+def _blocks_of(weight):
+    tall, wide = -(-weight.shape[0] // 128), -(-weight.shape[1] // 128)
+    scale = torch.empty(tall, wide)
+    for i in range(tall):
+        for j in range(wide):
+            scale[i, j] = weight[i * 128 : i * 128 + 128, j * 128 : j * 128 + 128].abs().max()
+    return scale / 448 * 1.25
+
+
+SCALES = {
+    "tensor": lambda w: w.abs().max() / 448 * 1.25,
+    "channel": lambda w: w.abs().amax(1, keepdim=True) / 448 * 1.25,
+    "block": _blocks_of,
+}
+
+
+def _spread(scale, shape):
+    if scale.dim() != 2 or (scale.shape[1] == 1 and scale.shape[0] == shape[0]):
+        return scale
+    rows = scale.repeat_interleave(128, 0)[: shape[0]]
+    return rows.repeat_interleave(128, 1)[:, : shape[1]]
