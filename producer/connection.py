@@ -1,7 +1,7 @@
 """One client's way to Redis: what it may be given, how long it tries, what counts as unusable.
 
-The pools made here never retry inside redis-py: a re-sent XREADGROUP would claim jobs that nobody
-reads. Whether a call may be repeated is known here, and repeating is bounded by a time.
+Whether a call may be repeated is known here, and repeating is bounded by a time; redis-py itself
+never repeats one (dialing.py).
 
 Invariant: a call that is not marked repeatable reaches the server at most once.
 """
@@ -13,12 +13,9 @@ import os
 import time
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import redis
 import redis.asyncio as aio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
@@ -33,9 +30,10 @@ from redis.exceptions import (
     TimeoutError,
 )
 
+from tokenfleet.producer.address import CLUSTER, WAY_OUT, Address, parse_address
+from tokenfleet.producer.dialing import dial, dial_like, hang_up, look_again
 from tokenfleet.producer.errors import BrokerUnavailable, BrokerUnsupported, InvalidJob
 from tokenfleet.producer.keys import Keys, check_name
-from tokenfleet.producer.mended import mended
 from tokenfleet.producer.scripts import Script
 
 Broker = str | aio.Redis | aio.RedisCluster | redis.Redis
@@ -53,10 +51,6 @@ _PASSING = (
     *(ClusterDownError, RedisClusterException),
 )
 _REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
-_CARRIED_OVER = frozenset(
-    {"host", "port", "db", "username", "password", "path", "client_name", "credential_provider"}
-    | {"encoding", "encoding_errors", "socket_keepalive", "socket_keepalive_options", "protocol"}
-)
 
 
 class Connection:
@@ -72,10 +66,12 @@ class Connection:
     ) -> None:
         self.namespace = check_name("namespace", namespace)
         self.connect_timeout_s = connect_timeout_s
-        self.cluster = isinstance(broker, aio.RedisCluster)
+        self._address = _checked(broker)
+        self.cluster = isinstance(broker, aio.RedisCluster) or (
+            self._address is not None and self._address.kind == CLUSTER
+        )
         self.announce = "SPUBLISH" if self.cluster else "PUBLISH"
         self.partitions = partitions or (CLUSTER_PARTITIONS if self.cluster else 1)
-        _refuse_decoding(broker)
         self._broker = broker
         self._client: Any = None
         self._checked = False
@@ -93,15 +89,17 @@ class Connection:
         return self._client
 
     def _make(self) -> Any:
-        return _client_for(self._broker, min(SOCKET_TIMEOUT_S, self.connect_timeout_s))
+        timeout_s = min(SOCKET_TIMEOUT_S, self.connect_timeout_s)
+        if self._address is not None:
+            return dial(self._address, timeout_s)
+        assert not isinstance(self._broker, str)
+        return dial_like(self._broker, timeout_s)
 
     async def ready(self) -> None:
         """Redis is there and new enough. Raises BrokerUnavailable, BrokerUnsupported."""
         client = self.client
         if not self._checked:
-            if self.cluster:
-                await self._persist(client.initialize, self.connect_timeout_s)
-            reply = await self.execute("HELLO", **self._any_node())
+            reply = await self.ask_server("HELLO")
             _check_version(_pairs(reply))
             self._checked = client is self._client
 
@@ -116,11 +114,24 @@ class Connection:
 
         return await self._persist(once, patience_s)
 
-    async def execute(self, *command: Any, **options: Any) -> Any:
+    async def execute(self, *command: Any) -> Any:
         """Run a command that may be repeated, for as long as connect_timeout_s."""
 
         async def once() -> Any:
-            return await self.client.execute_command(*command, **options)
+            return await self.client.execute_command(*command)
+
+        return await self._persist(once, self.connect_timeout_s)
+
+    async def ask_server(self, *command: Any) -> Any:
+        """Run a command about the server and not about a key; on a cluster, on one of its nodes."""
+
+        async def once() -> Any:
+            client = self.client
+            if not self.cluster:
+                return await client.execute_command(*command)
+            await client.initialize()
+            node = client.get_random_node()
+            return await client.execute_command(*command, target_nodes=node)
 
         return await self._persist(once, self.connect_timeout_s)
 
@@ -145,14 +156,16 @@ class Connection:
         node = self.client.get_node_from_key(self.keys(partition).prefix)
         return node.connection_class(**node.connection_kwargs)
 
+    async def locate(self, partition: int) -> None:
+        """Find out anew where a partition lives, after it moved or its server was lost."""
+        if self.cluster:  # a keyed command is sent on to the right server, and that is remembered
+            await self.once("EXISTS", self.keys(partition).live)
+
     async def aclose(self) -> None:
         """Close what was opened here; a client that was handed in stays open."""
         client, self._client = self._client, None
         if client is not None and client is not self._broker and self._pid == os.getpid():
-            await client.aclose(close_connection_pool=True)
-
-    def _any_node(self) -> dict[str, Any]:
-        return {"target_nodes": self.client.get_random_node()} if self.cluster else {}
+            await hang_up(client)
 
     async def _persist(self, once: Any, patience_s: float) -> Any:
         give_up = time.monotonic() + patience_s
@@ -165,6 +178,13 @@ class Connection:
             except OutOfMemoryError as error:
                 raise BrokerUnavailable(f"Redis is out of memory: {error}") from error
             except _PASSING as error:
+                if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                    raise BrokerUnsupported(
+                        f"{self.describe()} shows a certificate that is not trusted ({error}); "
+                        "give the CA's file: ?ssl_ca_certs=/path/to/ca.pem"
+                    ) from error
+                if isinstance(error, ReadOnlyError):
+                    await look_again(self.client)
                 pause = _PAUSES_S[min(tries, len(_PAUSES_S) - 1)]
                 tries += 1
                 if time.monotonic() + pause >= give_up:
@@ -176,70 +196,21 @@ class Connection:
 
     def describe(self) -> str:
         """The server's address for messages, without the password."""
-        if isinstance(self._broker, str):
-            parts = urlsplit(self._broker)
-            port = f":{parts.port}" if parts.port else ""
-            return f"Redis at {parts.scheme}://{parts.hostname or parts.path}{port}"
-        return "Redis"
+        return f"Redis at {self._address.shown}" if self._address is not None else "Redis"
 
 
-def _refuse_decoding(broker: Broker) -> None:
+def _checked(broker: Broker) -> Address | None:
+    """The address in a URL; of a client handed in, only that it can be used."""
     if isinstance(broker, str):
-        query = parse_qs(urlsplit(broker).query)
-        wanted = query.get("decode_responses", ["false"])[-1].lower()
-        decodes = wanted not in ("false", "0", "no", "")
-    elif isinstance(broker, aio.Redis | aio.RedisCluster | redis.Redis):
-        decodes = bool(broker.get_encoder().decode_responses)
-    else:
-        raise InvalidJob("redis_url", broker, "must be a redis:// URL or a redis-py client")
-    if decodes:
+        return parse_address(broker)
+    if not isinstance(broker, aio.Redis | aio.RedisCluster | redis.Redis):
+        raise InvalidJob("redis_url", broker, f"{WAY_OUT}, or be a redis-py client")
+    if broker.get_encoder().decode_responses:
         raise BrokerUnsupported(
             "a client with decode_responses cannot be used: jobs and events are bytes; "
             "leave decode_responses out"
         )
-
-
-def _client_for(broker: Broker, timeout_s: float) -> Any:
-    """A client of our own to the same server, or the one handed in where that cannot be made."""
-    if isinstance(broker, aio.RedisCluster):
-        return broker
-    if isinstance(broker, str):
-        pool = aio.ConnectionPool.from_url(broker, **_settings(timeout_s))
-        pool.connection_kwargs.pop("decode_responses", None)
-        pool.connection_class = mended(pool.connection_class)
-        return aio.Redis.from_pool(pool)
-    pool_class = type(broker.connection_pool)
-    if pool_class.__name__ not in ("ConnectionPool", "BlockingConnectionPool"):
-        if isinstance(broker, aio.Redis):
-            return broker
-        raise BrokerUnsupported(
-            f"the blocking client cannot take over a {pool_class.__name__}; give it a redis:// URL"
-        )
-    return aio.Redis.from_pool(_pool_like(broker.connection_pool, timeout_s))
-
-
-def _pool_like(pool: Any, timeout_s: float) -> aio.ConnectionPool:
-    name = pool.connection_class.__name__
-    kind: Any = aio.Connection
-    if "SSL" in name:
-        kind = aio.SSLConnection
-    elif "Unix" in name:
-        kind = aio.UnixDomainSocketConnection
-    given: Mapping[str, Any] = pool.connection_kwargs
-    carried = {
-        key: value
-        for key, value in given.items()
-        if key in _CARRIED_OVER or (key.startswith("ssl_") and kind is aio.SSLConnection)
-    }
-    return aio.ConnectionPool(connection_class=mended(kind), **{**carried, **_settings(timeout_s)})
-
-
-def _settings(timeout_s: float) -> dict[str, Any]:
-    return {
-        "retry": Retry(NoBackoff(), 0),
-        "socket_timeout": timeout_s,
-        "socket_connect_timeout": timeout_s,
-    }
+    return None
 
 
 def _pairs(reply: Any) -> dict[str, Any]:

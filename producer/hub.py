@@ -3,6 +3,9 @@
 A lost connection is made again and everything subscribed again. Messages that passed meanwhile are
 gone; so every (re)subscription tells its streams to read the log again, once it is confirmed.
 
+On a cluster a channel lives where its partition does. When that moves (a failover, slots given to
+another server), a line that reconnects hands such channels over to the line of their new home.
+
 Invariant: between two `REREAD` marks of a subscription, no message of its channel is missing.
 """
 
@@ -38,6 +41,8 @@ class Subscription:
     def __init__(self, partition: int, channel: str) -> None:
         self.partition = partition
         self.channel = channel
+        self.line: _Line | None = None
+        """Who listens for it; changed by the lines alone."""
         self._messages: deque[bytes | Reread] = deque()
         self._some = asyncio.Event()
 
@@ -84,23 +89,25 @@ class Hub:
             async with asyncio.timeout(self._connection.connect_timeout_s):
                 await line.add(subscription)
         except TimeoutError as error:
-            await line.remove(subscription)
+            await self.unsubscribe(subscription)
             raise BrokerUnavailable(
                 f"{self._connection.describe()} did not confirm a subscription within "
                 f"{self._connection.connect_timeout_s:g} s"
             ) from error
         except asyncio.CancelledError:
-            await line.remove(subscription)
+            await self.unsubscribe(subscription)
             raise
         return subscription
 
     async def unsubscribe(self, subscription: Subscription) -> None:
         """Returns when the server no longer counts the subscriber, or cannot be asked."""
-        await self._line(subscription.partition).remove(subscription)
+        if subscription.line is not None:
+            await subscription.line.remove(subscription)
 
     def suspect(self, subscription: Subscription) -> None:
         """Something was logged and not heard: make the connection again."""
-        self._line(subscription.partition).drop()
+        if subscription.line is not None:
+            subscription.line.drop()
 
     @property
     def num_lines(self) -> int:
@@ -113,39 +120,70 @@ class Hub:
         for line in lines:
             await line.aclose()
 
+    async def locate(self, partitions: set[int]) -> None:
+        """Ask where partitions live now; those that cannot be found stay where they were."""
+        for partition in partitions:
+            with suppress(BrokerUnavailable):
+                await self._connection.locate(partition)
+
+    def home_of(self, partition: int) -> _Line:
+        """The line to the server that a partition lives on."""
+        return self._line(partition)
+
     def _line(self, partition: int) -> _Line:
         name = self._connection.node_of(partition)
         if name not in self._lines:
             command = "SSUBSCRIBE" if self._connection.cluster else "SUBSCRIBE"
-            self._lines[name] = _Line(lambda: self._connection.line_to(partition), command)
+            self._lines[name] = _Line(self, self._connection.line_to, command)
         return self._lines[name]
 
 
 class _Line:
     """One connection in subscriber mode, kept up by a task."""
 
-    def __init__(self, make: Callable[[], Any], command: str) -> None:
+    def __init__(self, hub: Hub, make: Callable[[int], Any], command: str) -> None:
+        self._hub = hub
         self._make = make
         self._command = command
-        self._prefix = b"s" if command.startswith("SS") else b""
+        self._sharded = command.startswith("SS")
+        self._prefix = b"s" if self._sharded else b""
         self._ears: dict[bytes, set[Subscription]] = {}
         self._confirmed: dict[bytes, asyncio.Event] = {}
         self._gone: dict[bytes, asyncio.Event] = {}
+        self._wanted = asyncio.Event()
         self._wire: Any = None
         self._task: asyncio.Task[None] | None = None
 
     async def add(self, subscription: Subscription) -> None:
         """Listen, and return once the server has confirmed."""
         channel = subscription.channel.encode()
-        ears = self._ears.setdefault(channel, set())
-        ears.add(subscription)
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="tokenfleet-hub")
+        self._ears.setdefault(channel, set()).add(subscription)
+        subscription.line = self
+        self._begin()
         confirmed = self._confirmed.get(channel)
         if confirmed is None:
             confirmed = self._confirmed[channel] = asyncio.Event()
             await self._say(self._command, subscription.channel)
         await confirmed.wait()
+
+    async def take_over(
+        self, channel: bytes, ears: set[Subscription], confirmed: asyncio.Event
+    ) -> None:
+        """Listen for subscriptions whose channel has moved here."""
+        self._ears.setdefault(channel, set()).update(ears)
+        for subscription in ears:
+            subscription.line = self
+        waiting = self._confirmed.setdefault(channel, confirmed)
+        self._begin()
+        if waiting is confirmed:
+            await self._say(self._command, channel.decode())
+        else:
+            confirmed.set()  # whoever waited reads the log, and again when this line is confirmed
+
+    def _begin(self) -> None:
+        self._wanted.set()
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="tokenfleet-hub")
 
     async def remove(self, subscription: Subscription) -> None:
         """Stop listening; the last one on a channel leaves it on the server too."""
@@ -193,7 +231,7 @@ class _Line:
         while True:
             wire = None
             try:
-                wire = self._make()
+                wire = self._make(await self._partition(lost=tries > 0))
                 await wire.connect()
                 wire.socket_timeout = None  # silence is no fault here
                 self._wire = wire
@@ -214,6 +252,28 @@ class _Line:
                     event.set()
                 if wire is not None:
                     await wire.disconnect(nowait=True)
+
+    async def _partition(self, *, lost: bool) -> int:
+        """One whose server this line is for; waits until there is one."""
+        while True:
+            if self._sharded and lost:
+                ears = [ear for found in self._ears.values() for ear in found]
+                await self._hub.locate({ear.partition for ear in ears})
+                await self._hand_over_strays()
+            for found in self._ears.values():
+                return next(iter(found)).partition
+            self._wanted.clear()
+            await self._wanted.wait()
+
+    async def _hand_over_strays(self) -> None:
+        """Give channels whose partition lives elsewhere now to the line of their home."""
+        for channel, ears in list(self._ears.items()):
+            home = self._hub.home_of(next(iter(ears)).partition)
+            if home is not self:
+                del self._ears[channel]
+                confirmed = self._confirmed.pop(channel)
+                confirmed.clear()
+                await home.take_over(channel, ears, confirmed)
 
     def _hear(self, reply: Any) -> None:
         if not isinstance(reply, list | tuple) or len(reply) < 3:

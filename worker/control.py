@@ -1,21 +1,24 @@
 """What others tell this worker while it runs: cancel a job, drain.
 
 The channel is a short cut and carries no promise: what is lost here is found at the next emit,
-renewal or lease. So a broken subscription is made again without any catching up.
+renewal or lease. So a broken subscription is made again without any catching up. On a cluster there
+is one channel a partition, each on the server that the partition lives on.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import structlog
 
 from tokenfleet.producer.connection import Connection
+from tokenfleet.producer.hub import Hub, Subscription
 from tokenfleet.worker.broker import BROKER_ERRORS, Broker
 from tokenfleet.worker.dispatch import Dispatcher
 from tokenfleet.worker.roster import Roster
 
-POLL_S = 1.0
+SILENCE_S = 3600.0
 
 log = structlog.get_logger()
 
@@ -45,25 +48,31 @@ class Control:
         self._drain = drain
 
     async def run(self) -> None:
-        """Listen until cancelled. On a cluster there is no such channel: emit's replies do."""
-        while not self._connection.cluster:
+        """Listen until cancelled."""
+        hub = Hub(self._connection)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for partition in range(self._connection.partitions):
+                    group.create_task(self._listen(hub, partition), name="control")
+        finally:
+            await hub.aclose()
+
+    async def _listen(self, hub: Hub, partition: int) -> None:
+        ear = await self._subscribe(hub, partition)
+        while True:
+            message = await ear.get(SILENCE_S)
+            if isinstance(message, bytes):
+                self.heard(message)
+
+    async def _subscribe(self, hub: Hub, partition: int) -> Subscription:
+        """Subscribed once; from then on the hub keeps it up."""
+        channel = self._connection.keys(partition).control(self._worker_id)
+        while True:
             try:
-                await self._listen()
+                return await hub.subscribe(partition, channel)
             except BROKER_ERRORS as error:
                 self._broker.away("control channel", error)
             await self._broker.pause()
-
-    async def _listen(self) -> None:
-        channels = [
-            self._connection.keys(partition).control(self._worker_id)
-            for partition in range(self._connection.partitions)
-        ]
-        async with self._connection.client.pubsub() as pubsub:
-            await pubsub.subscribe(*channels)
-            while True:
-                message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=POLL_S)
-                if message is not None:
-                    self.heard(message["data"])
 
     def heard(self, data: bytes) -> None:
         """Act on one message; one that makes no sense is logged and forgotten."""

@@ -36,7 +36,7 @@ class Groups:
     async def policy_warnings(self) -> list[str]:
         """What is dangerous in the server's settings, as sentences; empty where one may not ask."""
         try:
-            found = await self._connection.execute("CONFIG GET", "maxmemory-policy")
+            found = await self._connection.ask_server("CONFIG GET", "maxmemory-policy")
         except (ResponseError, BrokerUnsupported):
             return []
         policy = {text(name): text(value) for name, value in dict(found).items()}

@@ -22,6 +22,8 @@ from pydantic_settings import (
 
 from tokenfleet.engine.config import EngineConfig
 from tokenfleet.engine.errors import ConfigError
+from tokenfleet.producer.address import parse_address
+from tokenfleet.producer.errors import BrokerUnsupported, InvalidJob
 
 ENV_PREFIX = "TOKENFLEET_"
 CONFIG_ENV = "TOKENFLEET_CONFIG"
@@ -50,7 +52,8 @@ class WorkerSettings(BaseSettings):
     )
 
     redis_url: str = "redis://localhost:6379/0"
-    """redis://, rediss:// or unix://; user, password and database inside it."""
+    """redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://; user, password,
+    database and TLS files inside it."""
     namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] = "tokenfleet"
     """Prefix of all keys: fleets with different namespaces never see each other."""
     partitions: Count | None = None
@@ -124,11 +127,13 @@ class WorkerSettings(BaseSettings):
 
     @field_validator("redis_url")
     @classmethod
-    def _known_scheme(cls, value: str) -> str:
-        if not value.startswith(("redis://", "rediss://", "unix://")):
-            raise ValueError("must begin with redis://, rediss:// or unix://")
-        if "decode_responses" in value:
-            raise ValueError("must not ask for decode_responses: payloads are bytes")
+    def _an_address(cls, value: str) -> str:
+        try:
+            parse_address(value)
+        except InvalidJob as error:
+            raise ValueError(f"{error.way_out}; got {error.value}") from None
+        except BrokerUnsupported as error:
+            raise ValueError(str(error)) from None
         return value
 
     @property

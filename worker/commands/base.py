@@ -38,8 +38,15 @@ OutputOption = Annotated[
 
 
 def _checked_url(url: str) -> str:
-    if not url.startswith(("redis://", "rediss://", "unix://")):
-        raise typer.BadParameter(f"must begin with redis://, rediss:// or unix://, got {url!r}")
+    from tokenfleet.producer.address import parse_address
+    from tokenfleet.producer.errors import BrokerUnsupported, InvalidJob
+
+    try:
+        parse_address(url)
+    except InvalidJob as error:
+        raise typer.BadParameter(f"{error.way_out}; got {error.value}") from None
+    except BrokerUnsupported as error:
+        raise typer.BadParameter(str(error)) from None
     return url
 
 
@@ -47,7 +54,7 @@ RedisUrl = Annotated[
     str,
     typer.Option(
         envvar="TOKENFLEET_REDIS_URL",
-        help="redis://, rediss:// or unix://.",
+        help="redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://.",
         callback=_checked_url,
     ),
 ]
