@@ -1,11 +1,13 @@
-"""Which implementation of an operation runs: the torch reference, or the compiled one.
+"""Which implementation of an operation runs: the torch reference, or a compiled one.
 
 The choice is made once per process, on first use, and every operation asks here; so that all
 operations of one forward pass come from the same choice. `TOKENFLEET_KERNELS` names it:
 
     reference   plain torch: the specification
-    cpp         the C++ kernels, compiled on first use; an error when that is impossible
-    auto        cpp where it can be built, otherwise reference, said in one log line (default)
+    cpp         the C++ kernels on the CPU, compiled on first use; an error when that is impossible
+    triton      the Triton kernels on CUDA, or on any device in Triton's interpreter; else an error
+    auto        triton on CUDA, cpp on the CPU; reference where one cannot be had, said in one log
+                line (default)
 """
 
 import ctypes
@@ -20,7 +22,7 @@ from tokenfleet.kernels import build
 
 logger = logging.getLogger("tokenfleet.kernels")
 
-CHOICES = ("reference", "cpp", "auto")
+CHOICES = ("reference", "cpp", "triton", "auto")
 
 # the codes of enum Dtype in vec.h
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -44,21 +46,27 @@ FUNCTIONS = (
 class Backend:
     """Holds the process's choice. `name` is None until the first operation asks."""
 
-    __slots__ = ("library", "name")
+    __slots__ = ("library", "name", "triton_devices")
 
     def __init__(self) -> None:
         self.name: str | None = None
-        self.library: ctypes.CDLL | None = None  # set exactly when name is "cpp"
+        self.library: ctypes.CDLL | None = None  # for tensors on the CPU
+        self.triton_devices: frozenset[str] = frozenset()  # device types that Triton kernels serve
 
     def select(self, choice: str | None = None) -> str:
-        """Fix the choice (None: the environment's) and return what it resolved to."""
+        """Fix the choice (None: the environment's) and return what it resolved to.
+
+        On a machine with both, `auto` is called "triton" and also loads the C++ kernels.
+        """
         wanted = choice or os.environ.get("TOKENFLEET_KERNELS") or "auto"
         if wanted not in CHOICES:
             raise ValueError(
                 f"TOKENFLEET_KERNELS must be one of {', '.join(CHOICES)}, got {wanted}"
             )
-        self.library = None if wanted == "reference" else self._load(required=wanted == "cpp")
-        self.name = "reference" if self.library is None else "cpp"
+        self.triton_devices = triton_devices(wanted)
+        self.library = self._load(required=wanted == "cpp") if wanted in ("cpp", "auto") else None
+        on_cpu = "reference" if self.library is None else "cpp"
+        self.name = "triton" if self.triton_devices else on_cpu
         return self.name
 
     def _load(self, *, required: bool) -> ctypes.CDLL | None:
@@ -85,6 +93,32 @@ def load_library() -> ctypes.CDLL:
     return library
 
 
+def triton_devices(choice: str) -> frozenset[str]:
+    """Types of the devices whose tensors Triton kernels take under this choice.
+
+    Raises:
+        RuntimeError: `triton` is demanded and cannot be had.
+    """
+    has_cuda = torch.cuda.is_available()
+    if choice not in ("triton", "auto") or (choice == "auto" and not has_cuda):
+        return frozenset()
+    try:
+        import triton
+    except ImportError as error:
+        if choice == "triton":
+            raise RuntimeError(f"TOKENFLEET_KERNELS=triton: {error}; pip install triton") from error
+        logger.warning("on CUDA the operations run as plain torch, which is slower: %s", error)
+        return frozenset()
+    if triton.knobs.runtime.interpret:
+        return frozenset(("cpu", "cuda"))
+    if not has_cuda:
+        raise RuntimeError(
+            "TOKENFLEET_KERNELS=triton needs a CUDA device, or TRITON_INTERPRET=1 in the "
+            "environment to run the kernels in Triton's interpreter"
+        )
+    return frozenset(("cuda",))
+
+
 backend = Backend()
 
 
@@ -95,11 +129,18 @@ def compiled(x: torch.Tensor) -> ctypes.CDLL | None:
     return backend.library if x.is_cpu and x.dtype in DTYPE_CODES else None
 
 
+def uses_triton(x: torch.Tensor) -> bool:
+    """Whether an operation on x runs as its Triton form, which lies in kernels/gpu."""
+    if backend.name is None:
+        backend.select()
+    return x.device.type in backend.triton_devices
+
+
 @contextmanager
 def using(choice: str) -> Iterator[str]:
     """Run the body with another choice (tests and benchmarks; not for concurrent threads)."""
-    before = backend.name, backend.library
+    before = backend.name, backend.library, backend.triton_devices
     try:
         yield backend.select(choice)
     finally:
-        backend.name, backend.library = before
+        backend.name, backend.library, backend.triton_devices = before

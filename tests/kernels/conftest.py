@@ -1,12 +1,20 @@
-"""What every kernel test shares: an oracle in float64 loops, and batches over a poisoned pool."""
+"""What every kernel test shares: an oracle in float64 loops, and batches over a poisoned pool.
+
+Triton kernels run on the GPU where there is one, otherwise in Triton's interpreter, which has to be
+asked for before anything imports triton.
+"""
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tokenfleet.kernels import backend as backend_module
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool
@@ -138,3 +146,79 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     with backend_module.using(request.param) as name:
         assert name == request.param
         yield name
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where Triton kernels run: the GPU, or the CPU in the interpreter."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def triton_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Operations run as their Triton form, and no output is by chance what it should be.
+
+    Memory that torch.empty gives is NaN, or the most negative integer.
+    """
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
+    with backend_module.using("triton"):
+        yield
+
+
+def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def poisoned(*args: object, **options: object) -> torch.Tensor:
+        return poison(make(*args, **options))
+
+    return poisoned
+
+
+def poison(x: torch.Tensor) -> torch.Tensor:
+    """x, filled with what no result may hold."""
+    if x.dtype.is_floating_point and x.itemsize == 1:
+        x.view(torch.uint8).fill_(0x7F)  # NaN
+    elif x.dtype.is_floating_point:
+        x.fill_(torch.nan)
+    elif x.dtype != torch.bool:
+        x.fill_(torch.iinfo(x.dtype).min)
+    return x
+
+
+class Guarded:
+    """A tensor between two guard zones, for memory that a kernel writes in place.
+
+    `check()` fails when a byte of a zone has changed. Views of `tensor` are as good.
+    """
+
+    ZONE = 4096
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        size = math.prod(shape) * dtype.itemsize
+        # the seed is fixed: a kernel cannot write the same bytes by chance
+        self.bytes = torch.randint(
+            0, 256, (size + 2 * self.ZONE,), dtype=torch.uint8, device=device,
+            generator=torch.Generator(device).manual_seed(size),
+        )  # fmt: skip
+        self.zones = self._zones().clone()
+        self.tensor = self.bytes[self.ZONE : self.ZONE + size].view(dtype).view(tuple(shape))
+        poison(self.tensor)
+
+    def _zones(self) -> torch.Tensor:
+        return torch.cat([self.bytes[: self.ZONE], self.bytes[-self.ZONE :]])
+
+    def check(self) -> None:
+        assert torch.equal(self._zones(), self.zones), "a kernel wrote outside of its tensor"
+
+
+@pytest.fixture
+def guarded(device: torch.device) -> Iterator[Callable[..., torch.Tensor]]:
+    """make(shape, dtype) -> poisoned tensor; its guard zones are checked when the test ends."""
+    made: list[Guarded] = []
+
+    def make(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        made.append(Guarded(shape, dtype, device))
+        return made[-1].tensor
+
+    yield make
+    for one in made:
+        one.check()

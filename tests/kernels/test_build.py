@@ -93,7 +93,7 @@ def test_an_unwritable_cache_is_a_build_error(small_sources, monkeypatch, tmp_pa
 
 def test_unknown_choice_is_refused_by_name(monkeypatch):
     monkeypatch.setenv("TOKENFLEET_KERNELS", "fast")
-    with pytest.raises(ValueError, match="reference, cpp, auto, got fast"):
+    with pytest.raises(ValueError, match="reference, cpp, triton, auto, got fast"):
         Backend().select()
 
 

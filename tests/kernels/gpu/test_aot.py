@@ -1,0 +1,64 @@
+"""Every shipped kernel compiles for GPUs that are not here, and into what it should.
+
+The compiling runs once a session, in a process of its own: this one has the interpreter.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tokenfleet.kernels.aot import Report
+from tokenfleet.kernels.gpu.registry import OPERATIONS, examples
+
+pytestmark = [
+    pytest.mark.xdist_group("aot"),  # one process compiles for all of these
+    pytest.mark.timeout(600),  # the first of them waits for the compiler
+]
+
+
+@pytest.fixture(scope="session")
+def reports() -> list[Report]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tokenfleet.kernels.aot", "--json"]
+    if environment.get("TOKENFLEET_AOT") == "long":
+        command.append("--long")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 1), done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    return [Report(**{k: v for k, v in one.items() if k != "faults"}) for one in found]
+
+
+@pytest.fixture(scope="session")
+def of_operation(reports):
+    """Reports of one operation, by the examples that its module gives."""
+
+    def select(operation: str) -> list[Report]:
+        names = {example.name for example in examples(torch.device("meta"), [operation])}
+        return [report for report in reports if report.example in names]
+
+    return select
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_shipped_kernel_compiles_for_each_generation(of_operation, operation):
+    found = of_operation(operation)
+    assert [(r.kernel, r.arch, r.error) for r in found if r.error] == []
+    assert {report.arch for report in found} == {80, 90, 100}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_no_kernel_uses_local_memory_or_too_much_shared_memory(of_operation, operation):
+    compiled = [report for report in of_operation(operation) if not report.error]
+    assert [(r.example, r.kernel, r.arch, r.faults) for r in compiled if r.faults] == []
+    assert all(report.registers > 0 for report in compiled)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_tall_tiles_are_multiplied_by_the_tensor_cores_own_instruction(of_operation, operation):
+    for report in of_operation(operation):
+        if report.needs_large_tiles and report.arch == 90:
+            assert "wgmma.mma_async" in report.instructions, (report.example, report.kernel)
