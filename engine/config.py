@@ -12,7 +12,8 @@ from tokenfleet.engine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
-QUANTIZATIONS = (None, "int8", "fp8")
+QUANTIZATIONS = (None, "int8", "fp8", "fp8_block")
+KV_CACHE_DTYPES = ("auto", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +46,19 @@ class EngineConfig:
     the memory that is available at the start may go to KV blocks there."""
     enforce_eager: bool = False
     """No CUDA graphs and no compiled pieces."""
+    overlap: bool | None = None
+    """Schedule the next step while the device computes this one; None = on CUDA. Outputs are the
+    same; events come one step later."""
     dtype: str = "auto"
     """auto = the checkpoint's on CUDA, the fastest measured one on a CPU."""
     device: str = "auto"
     quantization: str | None = None
-    """None or "int8": weights and activations of the layers' products in 8 bits, on a CPU."""
+    """Weights and activations of the layers' products in 8 bits: "int8" (on a CPU), "fp8" (a scale
+    per output and per token), "fp8_block" (per 128 x 128 weights and per 128 inputs). On a CPU FP8
+    only computes what a GPU would, slowly. None = as the checkpoint is, which may be FP8."""
+    kv_cache_dtype: str = "auto"
+    """auto = the model's dtype. "fp8": half the memory of 16 bits, over the checkpoint's scales
+    (1 where it brings none)."""
     seed: int | None = None
     """Source of the seeds of requests that bring none; None = random."""
 
@@ -68,6 +77,7 @@ class EngineConfig:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("device", self.device, DEVICES)
         _one_of("quantization", self.quantization, QUANTIZATIONS)
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
 
 
 def _positive(name: str, value: object) -> None:

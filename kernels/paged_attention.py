@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenfleet.kernels.backend import DTYPE_CODES, compiled
+from tokenfleet.kernels.fp8 import FP8
 
 # the structs of paged.h, and what paged_attention.cpp takes after them
 _PACK_POOL = struct.Struct("@2P4q").pack
@@ -26,10 +27,16 @@ class KVPool:
     """One layer's KV blocks. Head-major inside a block, so a (block, head) tile is contiguous.
 
     Block 0 is the null block: padding of block tables points at it, nobody owns it.
+
+    In the dtype float8_e4m3fn a stored code c stands for c x scale: rope_and_write_kv stores the
+    code nearest to fp32 x * (1 / scale), cut to +-448; attention reads c x scale. For other dtypes
+    the scales are 1 and play no part.
     """
 
     k: Tensor  # [num_blocks, num_kv_heads, block_size, head_dim]
     v: Tensor  # the same shape and dtype
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
     _packed: bytes | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -146,8 +153,8 @@ def reference(
     if decodes:
         out[:decodes] = _attend(
             q[:decodes, None],
-            _gather(pool.k, batch.block_tables[:decodes], batch.max_kv_len),
-            _gather(pool.v, batch.block_tables[:decodes], batch.max_kv_len),
+            _gather(pool.k, pool.k_scale, batch.block_tables[:decodes], batch.max_kv_len),
+            _gather(pool.v, pool.v_scale, batch.block_tables[:decodes], batch.max_kv_len),
             batch.kv_lens[:decodes],
             scale, window, softcap, sinks,
         )[:, 0]  # fmt: skip
@@ -157,19 +164,21 @@ def reference(
         kv_len = int(batch.kv_lens[s])
         out[start:end] = _attend(
             q[None, start:end],
-            _gather(pool.k, batch.block_tables[s : s + 1], kv_len),
-            _gather(pool.v, batch.block_tables[s : s + 1], kv_len),
+            _gather(pool.k, pool.k_scale, batch.block_tables[s : s + 1], kv_len),
+            _gather(pool.v, pool.v_scale, batch.block_tables[s : s + 1], kv_len),
             batch.kv_lens[s : s + 1],
             scale, window, softcap, sinks,
         )[0]  # fmt: skip
     return out
 
 
-def _gather(blocks: Tensor, tables: Tensor, length: int) -> Tensor:
+def _gather(blocks: Tensor, scale: float, tables: Tensor, length: int) -> Tensor:
     """[num_blocks, H, B, D] through [S, M] -> [S, H, length rounded up to blocks, D]."""
     _, heads, block_size, dim = blocks.shape
     used = -(-length // block_size)
     tiles = blocks[tables[:, :used].long()]  # [S, used, H, B, D]
+    if blocks.dtype == FP8:
+        tiles = tiles.float() * scale
     return tiles.transpose(1, 2).reshape(tables.shape[0], heads, used * block_size, dim)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenfleet.kernels.backend import DTYPE_CODES, compiled
+from tokenfleet.kernels.fp8 import FP8, to_codes
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool
 
 _PACK = struct.Struct("@3P3q2P5q").pack  # what rope_kv.cpp takes after the pool and the batch
@@ -30,7 +31,8 @@ def rope_and_write_kv(
     cos_sin [max_pos, rot_dim] fp32: row p holds cos, then sin, of position p's rot_dim / 2 angles
     (any attention factor multiplied in). Dimensions from rot_dim on pass unrotated. Pairs are
     (i, i + rot_dim / 2), or (2i, 2i + 1) when interleaved. The rotation is computed in fp32; k and
-    v are rounded to the pool's dtype. q, k, v may be views into one fused projection.
+    v are rounded to the pool's dtype (FP8: over its scales). q, k, v may be views into one fused
+    projection.
     """
     library = compiled(q)
     shared = pool.packed() if library else b""
@@ -77,9 +79,14 @@ def reference(
     kept = (batch.slots >= 0).nonzero()[:, 0]
     slots = batch.slots[kept]
     block, offset = slots // pool.block_size, slots % pool.block_size
-    pool.k[block, :, offset] = _rotate(k, angles, interleaved)[kept].to(pool.k.dtype)
-    pool.v[block, :, offset] = v[kept].to(pool.v.dtype)
+    pool.k[block, :, offset] = _stored(_rotate(k, angles, interleaved)[kept], pool.k, pool.k_scale)
+    pool.v[block, :, offset] = _stored(v[kept], pool.v, pool.v_scale)
     return _rotate(q, angles, interleaved).to(q.dtype)
+
+
+def _stored(x: Tensor, blocks: Tensor, scale: float) -> Tensor:
+    """x as the pool keeps it."""
+    return to_codes(x.float() * (1.0 / scale)) if blocks.dtype == FP8 else x.to(blocks.dtype)
 
 
 def _rotate(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:

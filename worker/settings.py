@@ -83,7 +83,9 @@ class WorkerSettings(BaseSettings):
     """No CUDA graphs, no compiled pieces."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    quantization: Literal["int8", "fp8"] | None = None
+    quantization: Literal["int8", "fp8", "fp8_block"] | None = None
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """fp8: half the memory of a cache in 16 bits."""
 
     lease_s: Positive = 30.0
     """How long a job stays this worker's without a renewal; others wait this long after a crash."""
@@ -209,6 +211,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         dtype=settings.dtype,
         device=settings.device,
         quantization=settings.quantization,
+        kv_cache_dtype=settings.kv_cache_dtype,
     )
 
 

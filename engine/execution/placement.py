@@ -54,12 +54,15 @@ def check_quantization(config: EngineConfig, device: torch.device) -> None:
     Raises:
         ConfigError: naming what works here.
     """
-    works_here = (None, "int8") if device.type == "cpu" else (None,)
-    if config.quantization not in works_here:
+    if config.quantization == "int8" and device.type != "cpu":
         raise ConfigError(
-            f"quantization {config.quantization!r} is not available on {device.type}; "
-            f"use one of {works_here}"
+            f"quantization 'int8' is not available on {device.type}; use 'fp8' or 'fp8_block'"
         )
+
+
+def pick_overlap(config: EngineConfig, device: torch.device) -> bool:
+    """The configured choice; None = where a device computes beside the host."""
+    return device.type == "cuda" if config.overlap is None else config.overlap
 
 
 def pick_block_size(config: EngineConfig, device: torch.device) -> int:

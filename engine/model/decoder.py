@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tokenfleet.engine.model.mlp import DenseMlp, MoeMlp
 from tokenfleet.engine.model.spec import ModelSpec
+from tokenfleet.kernels.fp8 import FP8
 from tokenfleet.kernels.linear import PackedWeight, linear
 from tokenfleet.kernels.norm import add_rms_norm, rms_norm
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool, paged_attention
@@ -28,6 +29,7 @@ class Attention:
     k_norm: Tensor | None  # [D], or [Hkv D]
     cos_sin: Tensor  # float32 [max_model_len, rotary_dim]; layers of one rope share it
     window: int | None
+    kv_scales: tuple[float, float] = (1.0, 1.0)  # of keys and of values, for a cache in FP8
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +55,14 @@ class Decoder:
         layers: Sequence[Layer],
         final_norm: Tensor,
         lm_head: PackedWeight,
+        kv_in_fp8: bool = False,
     ) -> None:
         self.spec = spec
         self.embedding = embedding  # [vocab_size, H]
         self.layers = tuple(layers)
         self.final_norm = final_norm
         self.lm_head = lm_head
+        self.kv_in_fp8 = kv_in_fp8  # keys and values are cached in FP8, over the layers' kv_scales
         self.dtype = embedding.dtype
         self.device = embedding.device
         # rounded to the weights' dtype, as the models were trained
@@ -90,6 +94,11 @@ class Decoder:
             logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
         return logits
 
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of the cached keys and values."""
+        return FP8 if self.kv_in_fp8 else self.dtype
+
     def make_pools(self, num_blocks: int, block_size: int) -> list[KVPool]:
         """One pool a layer with `num_blocks` blocks each, the null block among them.
 
@@ -99,14 +108,17 @@ class Decoder:
         shape = (num_blocks, self.spec.num_kv_heads, block_size, self.spec.head_dim)
 
         def blocks() -> Tensor:
-            return torch.empty(shape, dtype=self.dtype, device=self.device)
+            return torch.empty(shape, dtype=self.kv_dtype, device=self.device)
 
-        return [KVPool(blocks(), blocks()) for _ in self.layers]
+        scales = [
+            layer.attention.kv_scales if self.kv_in_fp8 else (1.0, 1.0) for layer in self.layers
+        ]
+        return [KVPool(blocks(), blocks(), *pair) for pair in scales]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes that one block takes, over all layers."""
         values = self.spec.num_kv_heads * block_size * self.spec.head_dim
-        return 2 * len(self.layers) * values * self.dtype.itemsize
+        return 2 * len(self.layers) * values * self.kv_dtype.itemsize
 
     def _enter(
         self, added: Tensor | None, residual: Tensor, norm: Tensor | None

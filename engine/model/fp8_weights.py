@@ -73,6 +73,26 @@ def take_fp8(
     )
 
 
+def take_kv_scales(checkpoint: Checkpoint, attention: str) -> tuple[float, float]:
+    """The scales of a layer's cached keys and values; 1 where the checkpoint brings none."""
+    names = [_name_in(checkpoint, f"{attention}.{x}_scale", f"{attention}.{x}_proj.{x}_scale")
+             for x in ("k", "v")]  # fmt: skip
+    if names == [None, None]:
+        return 1.0, 1.0
+    scales = []
+    for name, missing in zip(names, ("k_scale", "v_scale"), strict=True):
+        if name is None:
+            raise CheckpointError(f"{checkpoint.path}: tensor {attention}.{missing} is missing")
+        scale = _take_scale(checkpoint, name)
+        if scale.numel() != 1:
+            raise CheckpointError(
+                f"{checkpoint.file_of(name)}: tensor {name} must hold one number, has"
+                f" {scale.numel()}"
+            )
+        scales.append(float(scale))
+    return scales[0], scales[1]
+
+
 def _weight_scale(
     checkpoint: Checkpoint, fp8: Fp8Spec, module: str, rows: int, columns: int
 ) -> Tensor:
@@ -107,12 +127,15 @@ def _input_scale(checkpoint: Checkpoint, modules: Sequence[str], device: torch.d
 
 def _name_of(checkpoint: Checkpoint, module: str, suffixes: Sequence[str], what: str) -> str:
     names = [f"{module}.{suffix}" for suffix in suffixes]
-    for name in names:
-        if name in checkpoint:
-            return name
+    if found := _name_in(checkpoint, *names):
+        return found
     raise CheckpointError(
         f"{checkpoint.path}: tensor {names[0]} (or {names[1]}) is missing: {what} cannot be scaled"
     )
+
+
+def _name_in(checkpoint: Checkpoint, *names: str) -> str | None:
+    return next((name for name in names if name in checkpoint), None)
 
 
 def _take_scale(checkpoint: Checkpoint, name: str) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from tokenfleet.engine.errors import CheckpointError, ConfigError
 from tokenfleet.engine.model.checkpoint import Checkpoint
 from tokenfleet.engine.model.decoder import Attention, Decoder, Layer
-from tokenfleet.engine.model.fp8_weights import STORED, is_in_fp8, take_fp8
+from tokenfleet.engine.model.fp8_weights import STORED, is_in_fp8, take_fp8, take_kv_scales
 from tokenfleet.engine.model.mlp import GATES, DenseMlp, MoeMlp
 from tokenfleet.engine.model.rope import cos_sin_table
 from tokenfleet.engine.model.spec import LayerSpec, ModelSpec, MoESpec
@@ -33,13 +33,16 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device | str,
     quantization: str | None = None,
+    kv_in_fp8: bool = False,
 ) -> Decoder:
     """The decoder of the checkpoint in directory `path`, its weights converted to `dtype`.
 
     quantization: of the layers' projections, as pack_linear takes it; embeddings, output head,
-    routers and norms stay in `dtype`. A checkpoint in FP8 keeps the form it has. Raises
-    CheckpointError, naming file and tensor, and ConfigError for float16 where the model is known to
-    leave its range, and for another quantization than the checkpoint's own.
+    routers and norms stay in `dtype`. A checkpoint in FP8 keeps the form it has. kv_in_fp8:
+    keys and values are cached in FP8, over the checkpoint's scales or 1.
+
+    Raises CheckpointError, naming file and tensor, and ConfigError for float16 where the model is
+    known to leave its range, and for another quantization than the checkpoint's own.
     """
     if spec.fp8 is not None and quantization not in (None, "fp8"):
         raise ConfigError(
@@ -52,7 +55,9 @@ def load_decoder(
             " use bfloat16 or float32"
         )
     with torch.no_grad(), Checkpoint(path) as checkpoint:
-        return _Loader(checkpoint, spec, dtype, torch.device(device), quantization).decoder()
+        return _Loader(
+            checkpoint, spec, dtype, torch.device(device), quantization, kv_in_fp8
+        ).decoder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,7 @@ class _Loader:
     dtype: torch.dtype
     device: torch.device
     quantization: str | None
+    kv_in_fp8: bool
 
     def decoder(self) -> Decoder:
         spec = self.spec
@@ -81,6 +87,7 @@ class _Loader:
             ],
             final_norm=self._tensor("model.norm.weight", spec.hidden_size),
             lm_head=self._head(embedding),
+            kv_in_fp8=self.kv_in_fp8,
         )
 
     def _head(self, embedding: Tensor) -> PackedWeight:
@@ -123,6 +130,7 @@ class _Loader:
             k_norm=self._tensor(f"{prefix}{names.k_norm}.weight", norm[1]) if norm else None,
             cos_sin=cos_sin,
             window=layer.window,
+            kv_scales=take_kv_scales(self.checkpoint, f"{prefix}self_attn"),
         )
 
     def _mlp(

@@ -19,6 +19,10 @@ _FP8_FIELDS = {
     "ignored_layers", "fmt", "scale_fmt", "dequantize", "is_checkpoint_fp8_serialized",
     "kv_cache_scheme", "modules_to_convert", "expert_dtype",
 }  # fmt: skip
+_COMPRESSED_FIELDS = {
+    "quant_method", "format", "quantization_status", "config_groups", "ignore", "kv_cache_scheme",
+    "sparsity_config", "global_compression_ratio", "version",
+}  # fmt: skip
 _GROUP_FIELDS = {"targets", "weights", "input_activations", "output_activations", "format"}
 _ARGS_NEUTRAL = {"observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype"}
 
@@ -85,6 +89,11 @@ def _fp8(config: Mapping[str, Any]) -> Fp8Spec:
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Fp8Spec:
     """compressed-tensors in the format float-quantized; one scheme for the whole model."""
+    _refuse_others(config, _COMPRESSED_FIELDS, "quantization_config")
+    if config.get("kv_cache_scheme"):
+        _float8(config["kv_cache_scheme"], "kv_cache_scheme")
+        _only(config["kv_cache_scheme"], "strategy", "tensor")
+        _only(config["kv_cache_scheme"], "dynamic", False)
     _only(config, "format", "float-quantized", "naive-quantized")
     _only(config, "quantization_status", "compressed", "frozen")
     _only(config, "sparsity_config", {})

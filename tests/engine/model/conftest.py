@@ -88,10 +88,16 @@ def driver() -> Callable[..., Driver]:
     """driver(path, max_model_len=None, dtype=torch.float32, ...) -> Driver of a fresh decoder."""
 
     def make(
-        path: Path, *, max_model_len: int | None = None, dtype=torch.float32, **options
+        path: Path,
+        *,
+        max_model_len: int | None = None,
+        dtype=torch.float32,
+        num_blocks: int = 64,
+        **options,
     ) -> Driver:
         spec = read_spec(path, max_model_len=max_model_len)
-        return Driver(load_decoder(path, spec, dtype=dtype, device="cpu"), **options)
+        decoder = load_decoder(path, spec, dtype=dtype, device="cpu", **options)
+        return Driver(decoder, num_blocks=num_blocks)
 
     return make
 

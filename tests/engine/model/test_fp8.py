@@ -1,11 +1,13 @@
 """FP8 checkpoints mean what transformers computes from their dequantised weights."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tokenfleet.engine import Engine, EngineConfig, SamplingParams
 from tokenfleet.engine.errors import CheckpointError, ConfigError, UnsupportedModel
 from tokenfleet.engine.model.families import read_spec
 from tokenfleet.engine.model.loader import load_decoder
@@ -298,3 +300,70 @@ def test_the_config_that_a_checkpoint_saves_is_read_through_json(tiny_random, ma
     spec = read_spec(path)
     assert fields["quantization_config"]["weight_block_size"] == [128, 128]
     assert (spec.fp8.block, spec.fp8.activations) == ((128, 128), "group")
+
+
+def over(scales, run):
+    """The run, its cache over these scales."""
+    run.pools = [replace(pool, k_scale=scales[0], v_scale=scales[1]) for pool in run.pools]
+    return run
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 29])
+def test_a_cache_in_fp8_stays_near_the_wide_one_and_takes_a_quarter(tiny_random, driver, chunk):
+    path = tiny_random("llama")
+    wide, narrow = driver(path), driver(path, kv_in_fp8=True)
+    exact = wide.prefill(PROMPT, chunk)
+    error = (narrow.prefill(PROMPT, chunk) - exact).norm() / exact.norm()
+    assert 0.001 < error < 0.1
+    assert narrow.pools[0].k.dtype == torch.float8_e4m3fn
+    sizes = [run.decoder.kv_bytes_per_block(4) for run in (narrow, wide)]
+    assert sizes[0] * 4 == sizes[1]
+    assert sum(p.k.nbytes + p.v.nbytes for p in narrow.pools) == 64 * sizes[0]
+
+
+def test_scales_of_the_cache_move_the_range_and_nothing_else(tiny_random, driver):
+    def run(*scales):
+        return over(scales, driver(tiny_random("llama"), kv_in_fp8=True)).prefill(PROMPT, 16)
+
+    plain, by_two = run(2.0**-6, 2.0**-6), run(2.0**-5, 2.0**-7)  # powers of two round alike
+    assert_close(by_two, plain, atol=0.03)  # but for the smallest
+    cut = run(1e-4, 1e-4)  # nearly all lies beyond 448 x 1e-4
+    assert cut.isfinite().all()
+    assert (cut - plain).norm() > 0.3 * plain.norm()
+
+
+@pytest.mark.parametrize("where", ["self_attn.{}_scale", "self_attn.{0}_proj.{0}_scale"])
+def test_scales_of_the_cache_come_from_the_checkpoint(tiny_random, make_fp8, driver, where):
+    scheme = inputs_in_fp8("tensor", dynamic=False)
+    config = compressed("tensor", kv_cache_scheme=scheme)
+    path, _ = make_fp8(tiny_random("llama"), "tensor", config)
+    names = [f"model.layers.{i}.{where.format(x)}" for i in range(3) for x in "kv"]
+    change(path, lambda t: t.update({n: torch.tensor(0.1 + i) for i, n in enumerate(names)}))
+    layers = driver(path).decoder.layers
+    assert [layer.attention.kv_scales for layer in layers] == [
+        pytest.approx((0.1 + 2 * i, 1.1 + 2 * i)) for i in range(3)
+    ]
+    change(path, lambda t: t.pop(names[1]))
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.v_scale is missing"):
+        load(path)
+
+
+@pytest.mark.parametrize("settings", [{"quantization": "fp8"}, {"quantization": "fp8_block"},
+                                      {"kv_cache_dtype": "fp8"}], ids=str)  # fmt: skip
+def test_an_engine_in_fp8_gives_the_same_text_alone_chunked_preempted_and_shared(
+    tiny_random, settings
+):
+    def run(texts, **more):
+        sizes = {"max_num_seqs": 4, "num_blocks": 40, "block_size": 4, "max_num_batched_tokens": 64}
+        config = EngineConfig(
+            tiny_random("llama"), device="cpu", dtype="float32", **settings, **{**sizes, **more}
+        )
+        engine = Engine(config)
+        outputs = engine.generate(texts, SamplingParams(max_tokens=12, seed=3, temperature=1.0))
+        engine.audit()
+        return [output.token_ids for output in outputs]
+
+    texts = ["the quick brown fox", "jumps", "the quick brown fox jumps"]
+    together = run(texts)
+    assert together == [run([text], prefix_cache=False)[0] for text in texts]
+    assert together == run(texts, max_num_batched_tokens=5, num_blocks=12)
