@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test check lint types layers format clean
+.PHONY: demo test check bench-peers lint types layers format clean
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml deploy/constraints.txt
@@ -34,6 +34,9 @@ types: $(STAMP)
 
 layers: $(STAMP)
 	PYTHONPATH=build/links $(BIN)/lint-imports
+
+bench-peers: $(STAMP)  ## beside vLLM, llama.cpp and transformers; gigabytes and half an hour
+	$(BIN)/tokenfleet bench peers --json ops/bench/results/cpu-peers-$$(date -u +%F).json
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

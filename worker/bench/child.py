@@ -1,47 +1,15 @@
-"""One engine under test in a process of its own: commands in as JSON lines, figures out.
+"""One engine under test in a process of its own: ours, or transformers.
 
-A process of its own, because its environment and its peak memory are its alone. Between commands it
-waits and computes nothing, so that several can take turns on the same cores.
+A process of its own, because its environment and its peak memory are its alone.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import resource
-import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from tokenfleet.worker.bench.figures import Seen, figures_of
-
-Jobs = list[tuple[list[int], int]]
-Runner = Callable[[Jobs, dict[str, Any]], dict[str, float]]
-
-
-def main() -> None:
-    """Serve `{"open": ...}` once, then `{"run": jobs, ...}` until standard input closes."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is not an answer
-    opened = json.loads(sys.stdin.readline())
-    started = time.perf_counter()
-    try:
-        runner, facts = _OPENERS[opened["engine"]](opened)
-    except Exception as error:  # noqa: BLE001 - said to the parent, which ends the bench with it
-        _answer(answers, {"error": f"{type(error).__name__}: {error}"})
-        sys.exit(1)
-    _answer(answers, facts | {"load_s": time.perf_counter() - started})
-    for line in sys.stdin:
-        command = json.loads(line)
-        figures = runner([(prompt, output) for prompt, output in command["run"]], command)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        _answer(answers, figures | {"peak_rss_bytes": float(peak)})
-
-
-def _answer(answers: Any, value: object) -> None:
-    answers.write(json.dumps(value) + "\n")
-    answers.flush()
+from tokenfleet.worker.bench.line_protocol import Jobs, Opener, Runner, serve
 
 
 def open_engine(options: dict[str, Any]) -> tuple[Runner, dict[str, Any]]:
@@ -147,10 +115,7 @@ def run_generate(model: Any, jobs: Jobs, batch_size: int) -> dict[str, float]:
     return figures | {"steps": steps, "mean_batch": figures["output_tokens"] / steps}
 
 
-_OPENERS: dict[str, Callable[[dict[str, Any]], tuple[Runner, dict[str, Any]]]] = {
-    "tokenfleet": open_engine,
-    "transformers": open_transformers,
-}
+_OPENERS: dict[str, Opener] = {"tokenfleet": open_engine, "transformers": open_transformers}
 
 if __name__ == "__main__":
-    main()
+    serve(_OPENERS)

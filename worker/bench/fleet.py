@@ -150,7 +150,7 @@ def bench_fleet(config: BenchConfig, say: Say) -> Report:
             contender.run(warm_up(vocab_size))
         summaries = take_turns(config, vocab_size, lambda _: contenders, say)
         facts = machine_facts(config) | {"engine": alone.facts}
-    return Report("fleet", tuple(summaries), "fleet", facts)
+    return Report("fleet", tuple(summaries), ("fleet",), facts)
 
 
 def peak_rss_of_group(leader: int) -> int:

@@ -26,6 +26,7 @@ from tokenfleet.worker.bench.workloads import Workload, warm_up, workload_s, wor
 
 UNSET = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 """Settings of a container that would slow down one of the engines; unset for those under test."""
+RATIOS = ("tokens_per_s", "ttft_p50_s", "ttft_p99_s", "gap_p99_s", "completion_mean_s")
 S_BATCH = 4
 """How a static batcher takes S: four jobs at a time."""
 
@@ -86,14 +87,27 @@ class Contender(Protocol):
     def run(self, workload: Workload) -> dict[str, float]: ...
 
 
-class Child:
-    """An engine in a process of its own (worker/bench/child.py)."""
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What serves a workload (worker/bench/line_protocol.py), and the Python that runs it."""
 
-    def __init__(self, engine: str, options: Mapping[str, Any], threads: int) -> None:
+    module: str = "tokenfleet.worker.bench.child"
+    python: str = sys.executable
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to the bench's own."""
+
+
+class Child:
+    """An engine in a process of its own."""
+
+    def __init__(
+        self, engine: str, options: Mapping[str, Any], threads: int, program: Program | None = None
+    ) -> None:
+        program = program or Program()
         environment = {k: v for k, v in os.environ.items() if k not in UNSET}
-        environment["OMP_NUM_THREADS"] = str(threads)
+        environment |= {"OMP_NUM_THREADS": str(threads), **program.environment}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tokenfleet.worker.bench.child"],
+            [program.python, "-m", program.module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -139,12 +153,11 @@ class Child:
 
 
 class EngineContender:
-    """Our engine alone."""
+    """An engine that is given all jobs at once and batches them as it likes."""
 
-    name = "engine"
-
-    def __init__(self, child: Child) -> None:
+    def __init__(self, child: Child, name: str = "engine") -> None:
         self._child = child
+        self.name = name
 
     def run(self, workload: Workload) -> dict[str, float]:
         return self._child.run(workload)
@@ -168,27 +181,25 @@ class Report:
 
     command: str
     summaries: tuple[Summary, ...]
-    baseline: str
-    """The engine whose figures the others are divided by, or that is divided by them."""
+    baselines: tuple[str, ...]
+    """The engines whose figures are divided by those of all the others."""
     facts: Mapping[str, Any]
 
     def ratios(self) -> list[dict[str, Any]]:
-        """Tokens per second of the first engine over each other one, workload by workload."""
-        found = []
-        first = {s.workload: s for s in self.summaries if s.engine == self.baseline}
-        for other in self.summaries:
-            if other.engine != self.baseline:
-                one = first[other.workload]
-                found.append(
-                    {
-                        "workload": other.workload,
-                        "of": self.baseline,
-                        "to": other.engine,
-                        "tokens_per_s": ratio(one, other),
-                        "ttft_p50_s": ratio(one, other, "ttft_p50_s"),
-                    }
-                )
-        return found
+        """Each baseline over each other engine, workload by workload."""
+        ones = [s for s in self.summaries if s.engine in self.baselines]
+        others = [s for s in self.summaries if s.engine not in self.baselines]
+        return [
+            {
+                "workload": one.workload,
+                "of": one.engine,
+                "to": other.engine,
+                **{name: ratio(one, other, name) for name in RATIOS if other.middle(name)},
+            }
+            for other in others
+            for one in ones
+            if one.workload == other.workload
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -231,7 +242,7 @@ def bench_engine(config: BenchConfig, say: Say) -> Report:
             return [EngineContender(ours), *rivals]
 
         summaries = take_turns(config, vocab_size, contenders, say)
-    return Report("engine", tuple(summaries), "engine", facts)
+    return Report("engine", tuple(summaries), ("engine",), facts)
 
 
 def take_turns(

@@ -89,7 +89,7 @@ def bench_engine(
         compare_dtype=compare_dtype,
         engine=_engine_settings(dtype, quantization, max_num_batched_tokens),
     )
-    _report(bench.bench_engine, config, json_path, output)
+    report(bench.bench_engine, config, json_path, output)
 
 
 def bench_fleet(
@@ -115,7 +115,7 @@ def bench_fleet(
         threads=threads,
         engine=_engine_settings(dtype, quantization, max_num_batched_tokens),
     )
-    _report(fleet.bench_fleet, config, json_path, output)
+    report(fleet.bench_fleet, config, json_path, output)
 
 
 def bench_features(
@@ -171,12 +171,13 @@ def _engine_settings(dtype: str, quantization: str | None, budget: int) -> dict[
     return settings
 
 
-def _report(
+def report(
     run: Callable[[BenchConfig, Say], Report],
     config: BenchConfig,
     json_path: Path | None,
     output: Output,
 ) -> None:
+    """Run a bench; its figures go where they are asked for. Exits 1 when it cannot be finished."""
     from tokenfleet.worker.bench.runs import BenchFailed
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(base.TERMINATED))  # and clean up on the way

