@@ -8,11 +8,11 @@ is, so that a sampled flag and a trace id survive the queue either way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from opentelemetry import trace
-from opentelemetry.context import Context
+from opentelemetry.context import Context, attach, detach
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
@@ -62,6 +62,19 @@ def sending(
             span.set_attribute(semconv.ERROR_TYPE, type(error).__name__)
             span.set_status(Status(StatusCode.ERROR))
             raise
+
+
+@contextmanager
+def continuing(carrier: Mapping[str, str]) -> Iterator[None]:
+    """What is sent inside belongs to the trace of a request that came with these headers.
+
+    A malformed traceparent counts as none.
+    """
+    token = attach(_W3C.extract(carrier, Context()))
+    try:
+        yield
+    finally:
+        detach(token)
 
 
 def received(traceparent: str | None, tracestate: str | None) -> tuple[Context, list[Link]]:

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 
 def main() -> None:
-    """Run the command line; exit code 2 when a library it needs is not installed."""
+    """Run the command line; exit code 2 when a library it needs is not installed.
+
+    `tokenfleet gateway` needs less than the others, and runs without their libraries.
+    """
     try:
         from tokenfleet.worker.commands.cli import main as run
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("tokenfleet"):
             raise
+        if sys.argv[1:2] == ["gateway"]:
+            _gateway(sys.argv[2:])
         sys.stderr.write(
             f"tokenfleet: the command line needs {error.name}, which is not installed; "
             "use: pip install 'tokenfleet[worker]'\n"
         )
         sys.exit(2)
     run()
+
+
+def _gateway(arguments: list[str]) -> NoReturn:
+    from tokenfleet.producer.gateway.command import main as run
+
+    run(arguments)
 
 
 if __name__ == "__main__":

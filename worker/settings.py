@@ -230,7 +230,8 @@ def unknown_variables(environ: dict[str, str] | None = None) -> list[str]:
     known = {ENV_PREFIX + name.upper() for name in WorkerSettings.model_fields}
     found = []
     for name in sorted(os.environ if environ is None else environ):
-        if name.startswith(ENV_PREFIX) and name not in known | NOT_SETTINGS:
+        ours = name.startswith(ENV_PREFIX) and not name.startswith(f"{ENV_PREFIX}GATEWAY_")
+        if ours and name not in known | NOT_SETTINGS:
             near = difflib.get_close_matches(name, known, n=1)
             found.append(f"{name} (did you mean {near[0]}?)" if near else name)
     return found

@@ -15,6 +15,7 @@ import typer
 from tokenfleet.worker.commands import bench as cli_bench
 from tokenfleet.worker.commands import bench_peers as cli_bench_peers
 from tokenfleet.worker.commands import demo as cli_demo
+from tokenfleet.worker.commands import gateway as cli_gateway
 from tokenfleet.worker.commands import jobs as cli_jobs
 from tokenfleet.worker.commands import queues as cli_queue
 from tokenfleet.worker.commands import worker as cli_worker
@@ -33,6 +34,7 @@ EXAMPLES = {
     "dead show": "tokenfleet dead show 0199c2f0-2b7e-7c61-9d3c-0a4b5c6d7e8f.0",
     "dead replay": "tokenfleet dead replay --all",
     "doctor": "tokenfleet doctor --redis-url redis://localhost:6379/0",
+    "gateway": "tokenfleet gateway --port 8000 --keys-file keys.toml",
     "demo": "tokenfleet demo",
     "bench": "tokenfleet bench engine -n 8",
     "bench engine": "tokenfleet bench engine -n 8 --compare transformers --json figures.json",
@@ -43,7 +45,7 @@ EXAMPLES = {
 }
 """One line per command that works as it stands."""
 
-SETTINGS = {"help_option_names": ["-h", "--help"]}
+SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 
 
 def build(arguments: list[str]) -> typer.Typer:
@@ -72,6 +74,7 @@ def build(arguments: list[str]) -> typer.Typer:
     _add(dead, "show", cli_queue.dead_show, "dead")
     _add(dead, "replay", cli_queue.dead_replay, "dead")
     _add(app, "doctor", cli_queue.doctor)
+    _add(app, "gateway", cli_gateway.gateway, settings=cli_gateway.PASS_ON)
     _add(app, "demo", cli_demo.demo)
     bench = _group("What this machine does, in figures.", app, "bench")
     _add(bench, "engine", cli_bench.bench_engine, "bench")
@@ -96,9 +99,15 @@ def _group(text: str, parent: typer.Typer | None = None, name: str = "") -> type
     return group
 
 
-def _add(app: typer.Typer, name: str, command: Callable[..., Any], group: str = "") -> None:
+def _add(
+    app: typer.Typer,
+    name: str,
+    command: Callable[..., Any],
+    group: str = "",
+    settings: dict[str, Any] = SETTINGS,
+) -> None:
     example = EXAMPLES[f"{group} {name}".strip()]
-    app.command(name, epilog=f"Example:  {example}", context_settings=SETTINGS)(command)
+    app.command(name, epilog=f"Example:  {example}", context_settings=settings)(command)
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,48 @@
+"""Request bodies, read within a limit.
+
+Invariant: no more than the limit and one chunk is ever held, whatever Content-Length says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+
+from tokenfleet.producer.gateway.answers import GatewayError, refused
+
+
+def too_large(limit: int) -> GatewayError:
+    return refused(413, "body_too_large", f"the body is larger than {limit} bytes, the most here")
+
+
+async def limited(request: Request, limit: int) -> AsyncIterator[bytes]:
+    """The body's chunks. Raises GatewayError 413 as soon as it is known to be too large."""
+    said = request.headers.get("content-length", "0")
+    if not said.isdecimal() or int(said) > limit:
+        raise too_large(limit)
+    seen = 0
+    async for chunk in request.stream():
+        seen += len(chunk)
+        if seen > limit:
+            raise too_large(limit)
+        yield chunk
+
+
+async def json_body(request: Request, limit: int) -> Any:
+    """The body as JSON. Raises GatewayError: 413, 415, or 400 where it is none."""
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip()
+    if kind.lower() != "application/json":
+        raise refused(415, "unsupported_media_type", "the body must be application/json")
+    text = b"".join([chunk async for chunk in limited(request, limit)])
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        where = f" ({error})" if isinstance(error, json.JSONDecodeError) else ""
+        raise refused(400, "invalid_json", f"the body is not valid JSON{where}") from None
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")

@@ -1,0 +1,97 @@
+"""`tokenfleet-gateway`: every setting is a flag, made from the settings themselves.
+
+argparse, and not what the worker's command line uses: the light client has no more.
+
+Exit codes: 0 ended when told to, 2 the settings cannot be served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+NEEDS = "the gateway needs {name}, which is not installed; use: pip install 'tokenfleet[gateway]'"
+BAD_INPUT = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the gateway and exit with its code."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the gateway; its exit code."""
+    try:
+        from tokenfleet.producer.gateway import api_keys, logs, server, settings
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("tokenfleet"):
+            raise
+        return _say(NEEDS.format(name=error.name))
+    given = vars(_parser(settings.GatewaySettings).parse_args(arguments))
+    config, tenant, name = given.pop("config"), given.pop("new_key"), given.pop("key_name")
+    if tenant is not None:
+        return _print_key(*api_keys.new_key(tenant, name))
+    for variable in settings.unknown_variables(os.environ):
+        sys.stderr.write(f"warning: this is no setting of the gateway: {variable}\n")
+    try:
+        found = settings.load_settings(given, os.environ, config)
+        logs.configure(found.log_level)
+        server.serve(found)
+    except settings.SettingsError as error:
+        return _say(str(error))
+    return 0
+
+
+def _parser(kind: Any) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tokenfleet-gateway",
+        description="Serve an OpenAI-compatible API over a fleet of workers.",
+        epilog="Every setting is also TOKENFLEET_GATEWAY_<NAME> in the environment, and its name "
+        "in the config file. Example:  tokenfleet-gateway --port 8000 --keys-file keys.toml",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", type=Path, metavar="PATH", help="TOML file of settings.")
+    parser.add_argument(
+        "--new-key",
+        metavar="TENANT",
+        help="Print a fresh key and its entry for keys_file, and end.",
+    )
+    parser.add_argument("--key-name", metavar="NAME", help="Its name; the tenant's if not given.")
+    for name, field in kind.model_fields.items():
+        text = " ".join((field.description or "").split()).replace("%", "%%")
+        default = "" if field.default in (None, ()) else f" [{field.default}]"
+        flag = f"--{name.replace('_', '-')}"
+        if field.annotation is bool:
+            action: Any = argparse.BooleanOptionalAction
+            parser.add_argument(flag, action=action, default=None, help=text + default)
+        else:
+            metavar = _metavar(field.annotation)
+            parser.add_argument(flag, metavar=metavar, help=text + default)
+    return parser
+
+
+def _metavar(annotation: Any) -> str:
+    """What to write: a|b for a choice, otherwise the kind of value."""
+    choices = [part for part in get_args(annotation) if isinstance(part, str)]
+    if choices:
+        return "|".join(choices)
+    spelled = str(annotation)
+    for kind, word in (("Path", "PATH"), ("int", "INT"), ("float", "NUMBER")):
+        if kind in spelled:
+            return word
+    return "TEXT"
+
+
+def _print_key(key: str, entry: str) -> int:
+    """The key goes to whoever may use it, the entry into the file; neither is kept here."""
+    sys.stdout.write(f"{key}\n\n{entry}")
+    return 0
+
+
+def _say(message: str) -> int:
+    sys.stderr.write(f"tokenfleet-gateway: {message}\n")
+    return BAD_INPUT
