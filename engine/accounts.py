@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tokenfleet.engine.errors import InvalidRequest
-from tokenfleet.engine.execution.runner import Outcome
+from tokenfleet.engine.execution.flight import Outcome
 from tokenfleet.engine.request import CoreEvent, EngineRequest, Logprobs
 from tokenfleet.engine.scheduling.plan import StepPlan
 from tokenfleet.engine.scheduling.scheduler import Scheduler

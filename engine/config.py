@@ -46,6 +46,9 @@ class EngineConfig:
     the memory that is available at the start may go to KV blocks there."""
     enforce_eager: bool = False
     """No CUDA graphs and no compiled pieces."""
+    overlap: bool | None = None
+    """Schedule the next step while the device computes this one; None = on CUDA. Outputs are the
+    same; events come one step later."""
     dtype: str = "auto"
     """auto = the checkpoint's on CUDA, the fastest measured one on a CPU."""
     device: str = "auto"

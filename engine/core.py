@@ -1,13 +1,16 @@
 """The engine without text: requests of token ids in, events of token ids out.
 
-One step is: schedule, run, settle. Whatever one request does wrong ends that request with an event;
-the core goes on.
+One step is: schedule, launch, settle. With overlap it settles the step before the one that it
+launched, so the host schedules while the device computes; what a step touches stays untouched until
+that step is settled. Whatever one request does wrong ends that request with an event; the core goes
+on.
 """
 
 from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
@@ -17,6 +20,7 @@ from tokenfleet.engine.compiling import Compiling
 from tokenfleet.engine.config import EngineConfig
 from tokenfleet.engine.constraints import Constraint, ConstraintCompiler
 from tokenfleet.engine.errors import InvalidRequest, InvariantBroken
+from tokenfleet.engine.execution.flight import Flight, Timing
 from tokenfleet.engine.execution.loading import LoadedModel, load_model
 from tokenfleet.engine.request import CoreEvent, EngineRequest
 from tokenfleet.engine.sampling_params import SamplingParams
@@ -67,6 +71,10 @@ class EngineCore:
         self.stats = StepStats(blocks_total=model.num_blocks)
         self._traffic = model.traffic
         self._accounts = Accounts(self.scheduler)
+        self._flights: deque[tuple[StepPlan, Flight]] = deque()
+        """Launched and not settled, oldest first."""
+        self._ahead = int(model.overlap)
+        """Steps that may be in flight when a step returns."""
         self._compiling = Compiling(compiler)
         self._arrivals = 0
         self._random = random.Random(config.seed)
@@ -77,7 +85,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step would do or report something."""
-        return bool(self._accounts or self._compiling)
+        return bool(self._accounts or self._compiling or self._flights)
 
     @property
     def free_slots(self) -> int:
@@ -184,20 +192,35 @@ class EngineCore:
     # -- one step --------------------------------------------------------------------------
 
     def step(self) -> list[CoreEvent]:
-        """Compute one step; events of the choices that got something, [] when idle."""
+        """Compute one step; events of the choices that got something, [] when there are none.
+
+        With overlap they are those of the step before; a step that computes nothing waits for it.
+        """
         started = time.perf_counter()
         if self._compiling:
             self._take_compiled(idle=not self._accounts)
         plan = self.scheduler.schedule()
         scheduled = time.perf_counter()
+        timing = Timing()
         if plan:
-            events = self._accounts.settle(plan, self.runner.run(plan))
-        else:
-            events = self._accounts.give_pending()
-        if plan:
-            self._adapt_budget()
-        self._report(plan, started, scheduled)
+            flight = self.runner.launch(plan)
+            timing = flight.timing
+            self._flights.append((plan, flight))
+            self._adapt_budget(timing.out_of_memory)
+        events = self._accounts.give_pending()
+        kept = self._ahead if plan and not plan.starved else 0
+        while len(self._flights) > kept:
+            events += self._settle_oldest(timing)
+        self._report(plan, timing, started, scheduled)
         return events
+
+    def _settle_oldest(self, timing: Timing) -> list[CoreEvent]:
+        """Events of the oldest flight; the time spent on waiting for it is added to `timing`."""
+        plan, flight = self._flights.popleft()
+        began = time.perf_counter()
+        outcomes = self.runner.collect(flight)
+        timing.sample_s += time.perf_counter() - began
+        return self._accounts.settle(plan, outcomes)
 
     def audit(self) -> None:
         """Check every invariant of blocks, slots and tables.
@@ -213,16 +236,16 @@ class EngineCore:
         found += [f"{s.request_id}/{s.choice} is open and nowhere" for s in lost]
         orphans = [s for s in self.scheduler.running if s not in owned]
         found += [f"{s.request_id}/{s.choice} runs and no request owns it" for s in orphans]
-        if not owned and self.scheduler.pool.num_used:
+        if not owned and not self._flights and self.scheduler.pool.num_used:
             found.append(f"idle, and {self.scheduler.pool.num_used} blocks are owned")
         if found:
             raise InvariantBroken("; ".join(found))
 
-    def _adapt_budget(self) -> None:
+    def _adapt_budget(self, out_of_memory: int) -> None:
         """Halve the token budget while memory runs out, and double it back when it does not."""
         scheduler, limits = self.scheduler, self.limits
         now = scheduler.limits.max_num_batched_tokens
-        if self.runner.timing.out_of_memory:
+        if out_of_memory:
             self._clean_steps = 0
             scheduler.limits = replace(
                 limits, max_num_batched_tokens=max(limits.max_num_seqs, now // 2)
@@ -233,8 +256,8 @@ class EngineCore:
                 most = min(2 * now, limits.max_num_batched_tokens)
                 scheduler.limits = replace(limits, max_num_batched_tokens=most)
 
-    def _report(self, plan: StepPlan, started: float, scheduled: float) -> None:
-        scheduler, stats, timing = self.scheduler, self.stats, self.runner.timing
+    def _report(self, plan: StepPlan, timing: Timing, started: float, scheduled: float) -> None:
+        scheduler, stats = self.scheduler, self.stats
         decodes = sum(chunk.start >= chunk.sequence.num_prompt for chunk in plan.decodes)
         stats.step += bool(plan)
         stats.running = len(scheduler.running)
@@ -251,10 +274,10 @@ class EngineCore:
         stats.cache_queries_total = scheduler.cache_queries
         stats.cache_hits_total = scheduler.cache_hits
         stats.errors_total = self._accounts.num_errors
-        stats.oom_retries_total += timing.out_of_memory if plan else 0
+        stats.oom_retries_total += timing.out_of_memory
         stats.schedule_s = scheduled - started
-        stats.forward_s = timing.forward_s if plan else 0.0
-        stats.sample_s = timing.sample_s if plan else 0.0
+        stats.forward_s = timing.forward_s
+        stats.sample_s = timing.sample_s
         stats.step_s = time.perf_counter() - started
         if plan:
             stats.read_bytes_total += self._traffic.of(plan)

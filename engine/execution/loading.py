@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tokenfleet.engine.config import EngineConfig
+from tokenfleet.engine.execution.flight import Flight, Outcome
 from tokenfleet.engine.execution.placement import (
     check_quantization,
     pick_block_size,
@@ -15,8 +16,9 @@ from tokenfleet.engine.execution.placement import (
     pick_dtype,
     pick_max_len,
     pick_num_blocks,
+    pick_overlap,
 )
-from tokenfleet.engine.execution.runner import Outcome, Runner, Timing
+from tokenfleet.engine.execution.runner import Runner
 from tokenfleet.engine.model.families import read_spec
 from tokenfleet.engine.model.loader import load_decoder
 from tokenfleet.engine.model.spec import ModelSpec
@@ -27,10 +29,12 @@ from tokenfleet.engine.traffic import NO_TRAFFIC, Traffic, traffic_of
 class RunsSteps(Protocol):
     """What the core needs of a runner."""
 
-    timing: Timing
+    def launch(self, plan: StepPlan) -> Flight:
+        """Begin a step; what the plan says of its sequences is read before this returns."""
+        ...
 
-    def run(self, plan: StepPlan) -> list[Outcome]:
-        """One outcome per chunk of the plan, in its order."""
+    def collect(self, flight: Flight) -> list[Outcome]:
+        """Wait for the oldest flight; one outcome per chunk of its plan, in its order."""
         ...
 
 
@@ -57,6 +61,8 @@ class LoadedModel:
     """Usable blocks, the null block not counted."""
     traffic: Traffic = NO_TRAFFIC
     """What a step reads."""
+    overlap: bool = False
+    """Whether a step is launched before the one before it is settled."""
 
 
 def load_model(config: EngineConfig, known_tokens: Collection[int] | None = None) -> LoadedModel:
@@ -81,6 +87,7 @@ def load_model(config: EngineConfig, known_tokens: Collection[int] | None = None
         kv_in_fp8=config.kv_cache_dtype == "fp8",
     )
     num_blocks = pick_num_blocks(config, decoder, block_size, max_len, device)
+    overlap = pick_overlap(config, device)
     runner = Runner(
         decoder,
         num_slots=config.max_num_seqs,
@@ -89,5 +96,7 @@ def load_model(config: EngineConfig, known_tokens: Collection[int] | None = None
         max_len=max_len,
         known_tokens=known_tokens,
         device=device,
+        ahead=overlap,
     )
-    return LoadedModel(spec, runner, max_len, block_size, num_blocks, traffic_of(decoder))
+    traffic = traffic_of(decoder)
+    return LoadedModel(spec, runner, max_len, block_size, num_blocks, traffic, overlap)

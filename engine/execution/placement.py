@@ -60,6 +60,11 @@ def check_quantization(config: EngineConfig, device: torch.device) -> None:
         )
 
 
+def pick_overlap(config: EngineConfig, device: torch.device) -> bool:
+    """The configured choice; None = where a device computes beside the host."""
+    return device.type == "cuda" if config.overlap is None else config.overlap
+
+
 def pick_block_size(config: EngineConfig, device: torch.device) -> int:
     """Tokens per block: the configured number, else 16 on CUDA and 32 on a CPU."""
     return config.block_size or (16 if device.type == "cuda" else 32)

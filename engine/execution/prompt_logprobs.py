@@ -6,13 +6,13 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from torch import Tensor
 
-from tokenfleet.engine.execution.sampler import fill_reports
-from tokenfleet.engine.request import Logprobs
+from tokenfleet.engine.execution.reports import Report, look_up
+from tokenfleet.engine.execution.transfers import Transfers
 from tokenfleet.engine.scheduling.plan import Chunk
 
 ROWS = 64
@@ -31,8 +31,9 @@ def prompt_logprobs(
     hidden: Tensor,
     logits_of: Callable[[Tensor], Tensor],
     unknown: Tensor | None,
-) -> list[tuple[int, Logprobs]]:
-    """(position, report) of the prompt tokens that this chunk predicts.
+    transfers: Transfers,
+) -> Iterator[tuple[int, Report]]:
+    """(position of the first, report) of runs of the prompt tokens that this chunk predicts.
 
     Args:
         hidden: [wanted(chunk), hidden size], the chunk's first rows.
@@ -40,14 +41,10 @@ def prompt_logprobs(
         unknown: ids that are not listed.
     """
     sequence = chunk.sequence
-    found: list[tuple[int, Logprobs]] = []
     for first in range(0, hidden.shape[0], ROWS):
         rows = hidden[first : first + ROWS]
         at = chunk.start + first + 1
         tokens = np.array(sequence.tokens[at : at + rows.shape[0]], np.int64)
-        reports: list[Logprobs | None] = [None] * len(tokens)
         top = np.full(len(tokens), sequence.params.prompt_logprobs, np.int64)
         logprobs = logits_of(rows).log_softmax(-1)
-        fill_reports(reports, logprobs, np.arange(len(tokens)), tokens, top, unknown)
-        found += [(at + i, report) for i, report in enumerate(reports) if report is not None]
-    return found
+        yield at, look_up(logprobs, transfers.send(tokens), top, unknown)

@@ -1,55 +1,43 @@
 """Executes a plan: one forward pass, one sampling call, one outcome per chunk.
 
-An error in a step costs the chunk that caused it, never the batch: the work is tried again in
-halves until it is alone. That is safe because a step only writes KV at positions it owns, and
-writes the same again.
+A step is launched and collected later; nothing between the two waits for the device. An error in a
+launch costs the chunk that caused it, never the batch: the work is tried again in halves until it
+is alone. That is safe because a step only writes KV at positions it owns, and writes the same
+again.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tokenfleet.engine.execution.batch import StepInputs, build_inputs
+from tokenfleet.engine.execution.flight import (
+    NOT_SAMPLED,
+    POISONED,
+    Flight,
+    Listing,
+    Outcome,
+    Part,
+    Timing,
+)
 from tokenfleet.engine.execution.param_table import ParamTable
 from tokenfleet.engine.execution.prompt_logprobs import prompt_logprobs, wanted
-from tokenfleet.engine.execution.sampler import Sampled, Sampler
+from tokenfleet.engine.execution.sampler import Sampler
 from tokenfleet.engine.execution.slots import SlotTable
+from tokenfleet.engine.execution.transfers import transfers_for
 from tokenfleet.engine.model.decoder import Decoder
-from tokenfleet.engine.request import Logprobs
 from tokenfleet.engine.scheduling.plan import Chunk, StepPlan
 from tokenfleet.kernels.paged_attention import KVPool
+from tokenfleet.kernels.token_pool import scatter_tokens
 
 FaultHook = Callable[[str, list[Chunk], Tensor | None], None]
 """Called at "copy" and "forward" (before them, no tensor) and "hidden" (the result of a forward
 pass, which may be changed)."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What came out for one chunk."""
-
-    chunk: Chunk
-    token: int = -1
-    """The sampled token; -1 when the chunk does not sample."""
-    logprobs: Logprobs | None = None
-    prompt_logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
-    error: str | None = None
-    """Why its sequence cannot go on; its KV must not be kept."""
-
-
-@dataclass(slots=True)
-class Timing:
-    """Where a step's time went, in seconds, and what went wrong in it."""
-
-    forward_s: float = 0.0
-    sample_s: float = 0.0
-    out_of_memory: int = 0
 
 
 class Runner:
@@ -58,6 +46,7 @@ class Runner:
     Args:
         num_blocks: usable blocks; one more is allocated as the null block.
         known_tokens: ids that may be sampled; None = all.
+        ahead: whether a step may be launched before the one before it is collected.
     """
 
     def __init__(
@@ -70,6 +59,7 @@ class Runner:
         max_len: int,
         known_tokens: Collection[int] | None,
         device: torch.device,
+        ahead: bool = False,
     ) -> None:
         self.decoder = decoder
         self.device = device
@@ -77,24 +67,46 @@ class Runner:
         self.slots = SlotTable(num_slots, block_size, max_len)
         self.params = ParamTable(num_slots, decoder.spec.vocab_size)
         self.unknown = _unknown(decoder.spec.vocab_size, known_tokens, device)
-        self.sampler = Sampler(self.params, self.slots, self.unknown)
+        self.transfers = transfers_for(device)
+        self.sampler = Sampler(self.params, self.slots, self.unknown, self.transfers)
+        self.newest: Tensor | None = None
+        """int64 [slots]: the token sampled last for each, for steps launched before it is known."""
+        if ahead:
+            self.newest = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.fault_hook: FaultHook | None = None
-        self.timing = Timing()
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> list[Outcome]:
-        """Compute the plan's chunks; outcomes in the plan's order.
+    def launch(self, plan: StepPlan) -> Flight:
+        """Begin to compute the plan's chunks.
 
         Raises:
             RuntimeError: the device is lost (a CUDA error), after which nothing here works.
         """
-        self.timing = Timing()
-        error = self._prepare(plan)
+        flight = Flight([])
+        started = time.perf_counter()
+        error = self._prepare(plan, flight.timing)
         if error is not None:
-            return [Outcome(chunk, error=error) for chunk in plan.work]
-        return self._contained(plan.work, tries=2)
+            flight.parts.append(Part(plan.work, error))
+        else:
+            flight.parts += self._contained(plan.work, flight.timing, tries=2)
+        flight.timing.forward_s = time.perf_counter() - started - flight.timing.sample_s
+        return flight
 
-    def _prepare(self, plan: StepPlan) -> str | None:
+    @torch.inference_mode()
+    def collect(self, flight: Flight) -> list[Outcome]:
+        """Wait for a launched step; outcomes in its plan's order. The oldest flight comes first.
+
+        Raises:
+            RuntimeError: the device is lost.
+        """
+        outcomes = list(flight.outcomes())
+        got = [(o.chunk, o.token) for o in outcomes if o.token >= 0]
+        slots = np.fromiter((chunk.sequence.slot for chunk, _ in got), np.int64, len(got))
+        ends = np.fromiter((chunk.start + chunk.count for chunk, _ in got), np.int64, len(got))
+        self.slots.append(slots, ends, np.fromiter((t for _, t in got), np.int64, len(got)))
+        return outcomes
+
+    def _prepare(self, plan: StepPlan, timing: Timing) -> str | None:
         """Bring rows and shared blocks up to the plan; why the step cannot be, if it cannot.
 
         Doing it again after a part of it does no harm: copies read blocks that nobody writes to.
@@ -111,7 +123,7 @@ class Runner:
             except Exception as error:
                 if _is_fatal(error):
                     raise
-                self.timing.out_of_memory += is_out_of_memory(error)
+                timing.out_of_memory += is_out_of_memory(error)
                 _free_cached_memory(self.device)
                 if last_try:
                     return f"{type(error).__name__}: {error}"
@@ -123,91 +135,96 @@ class Runner:
         if not copies:
             return
         self._fault("copy", [], None)
-        pairs = torch.tensor(copies, device=self.device).T
+        pairs = self.transfers.send(np.array(copies, np.int64).T)
         for pool in self.pools:
             pool.k[pairs[1]] = pool.k[pairs[0]]
             pool.v[pairs[1]] = pool.v[pairs[0]]
 
     # -- containment -----------------------------------------------------------------------
 
-    def _contained(self, work: list[Chunk], tries: int) -> list[Outcome]:
+    def _contained(self, work: list[Chunk], timing: Timing, tries: int) -> list[Part]:
         try:
-            return self._attempt(work)
+            return [self._attempt(work, timing)]
         except Exception as error:
             if _is_fatal(error):
                 raise
-            return self._again(work, error, tries)
+            return self._again(work, timing, error, tries)
 
-    def _again(self, work: list[Chunk], error: Exception, tries: int) -> list[Outcome]:
+    def _again(self, work: list[Chunk], timing: Timing, error: Exception, tries: int) -> list[Part]:
         if is_out_of_memory(error):
-            self.timing.out_of_memory += 1
+            timing.out_of_memory += 1
             _free_cached_memory(self.device)
             if tries > 1:
-                return self._contained(work, tries - 1)
+                return self._contained(work, timing, tries - 1)
             if len(work) == 1 and work[0].count > 1:
-                return self._in_two_chunks(work[0])
+                return self._in_two_chunks(work[0], timing)
         if len(work) == 1:
-            return [Outcome(work[0], error=f"{type(error).__name__}: {error}")]
+            return [Part(work, f"{type(error).__name__}: {error}")]
         middle = len(work) // 2
-        return self._contained(work[:middle], 1) + self._contained(work[middle:], 1)
+        head, tail = work[:middle], work[middle:]
+        return self._contained(head, timing, 1) + self._contained(tail, timing, 1)
 
-    def _in_two_chunks(self, chunk: Chunk) -> list[Outcome]:
-        """The same tokens in two passes of half the size; one outcome for both."""
+    def _in_two_chunks(self, chunk: Chunk, timing: Timing) -> list[Part]:
+        """The same tokens in two passes of half the size; their outcomes are joined later."""
         half = chunk.count // 2
         head = Chunk(chunk.sequence, chunk.start, half, samples=False)
         tail = Chunk(chunk.sequence, chunk.start + half, chunk.count - half, chunk.samples)
-        first = self._contained([head], 1)[0]
-        if first.error is not None:
-            return [Outcome(chunk, error=first.error)]
-        second = self._contained([tail], 1)[0]
-        reports = first.prompt_logprobs + second.prompt_logprobs
-        return [Outcome(chunk, second.token, second.logprobs, reports, second.error)]
+        first = self._contained([head], timing, 1)
+        if any(part.error for part in first):
+            return first
+        return first + self._contained([tail], timing, 1)
 
     # -- one forward pass ------------------------------------------------------------------
 
-    def _attempt(self, work: list[Chunk]) -> list[Outcome]:
-        started = time.perf_counter()
-        inputs = build_inputs(work, self.slots, self.device)
+    def _attempt(self, work: list[Chunk], timing: Timing) -> Part:
+        inputs = build_inputs(work, self.slots, self.transfers, self.newest)
         self._fault("forward", work, None)
         hidden = self.decoder.forward(inputs.token_ids, inputs.attention, self.pools)
         self._fault("hidden", work, hidden)
-        last = hidden[inputs.last_rows]
-        sound = torch.isfinite(last).all(-1)
         forward_done = time.perf_counter()
-        outcomes = [Outcome(chunk) for chunk in work]
-        self._sample(outcomes, inputs, last)
-        self._report_prompts(outcomes, inputs, hidden)
-        for bad in np.flatnonzero(~sound.cpu().numpy()).tolist():
-            outcomes[bad] = _poisoned(outcomes[bad].chunk)
-        self.timing.forward_s += forward_done - started
-        self.timing.sample_s += time.perf_counter() - forward_done
-        return outcomes
+        verdicts, listings = self._sample(work, inputs, hidden[inputs.last_rows])
+        listings += self._prompt_listings(work, inputs, hidden)
+        tensors = [tensor for listing in listings for tensor in listing.report.tensors]
+        arriving = self.transfers.fetch([verdicts, *tensors])
+        timing.sample_s += time.perf_counter() - forward_done
+        return Part(work, None, tuple(listings), arriving)
 
-    def _sample(self, outcomes: list[Outcome], inputs: StepInputs, last: Tensor) -> None:
-        """Draw a token for each chunk that reached its sequence's end."""
-        picks = [i for i, outcome in enumerate(outcomes) if outcome.chunk.samples]
-        if not picks:
-            return
-        index = np.array(picks, np.int64)
-        rows = last if len(picks) == len(outcomes) else last[index]
-        slots, ends = inputs.slots[index], inputs.ends[index]
-        sampled: Sampled = self.sampler(self.decoder.logits(rows), slots, ends)
-        self.slots.append(slots, ends, sampled.tokens)
-        for j, (i, token) in enumerate(zip(picks, sampled.tokens.tolist(), strict=True)):
-            outcomes[i].token = token
-            if sampled.logprobs is not None:
-                outcomes[i].logprobs = sampled.logprobs[j]
-        for bad in np.flatnonzero(sampled.poisoned).tolist():
-            outcomes[picks[bad]] = _poisoned(outcomes[picks[bad]].chunk)
+    def _sample(
+        self, work: list[Chunk], inputs: StepInputs, last: Tensor
+    ) -> tuple[Tensor, list[Listing]]:
+        """Verdicts int64 [S], a token for each chunk that reached its sequence's end, and what is
+        to be listed."""
+        poisoned = ~torch.isfinite(last).all(-1)
+        picks = np.flatnonzero(np.fromiter((chunk.samples for chunk in work), bool, len(work)))
+        verdicts = torch.full((len(work),), NOT_SAMPLED, device=self.device)
+        listings: list[Listing] = []
+        if picks.size:
+            every = picks.size == len(work)
+            where = slice(None) if every else self.transfers.send(picks)
+            slots, ends = inputs.slots[picks], inputs.ends[picks]
+            logits = self.decoder.logits(last[where])
+            newest = inputs.token_ids[inputs.last_rows[where]]
+            sampled = self.sampler(logits, slots, ends, newest)
+            if self.newest is not None:
+                scatter_tokens(sampled.tokens, self.newest, self.transfers.send(slots))
+            verdicts[where] = sampled.tokens.masked_fill_(sampled.poisoned, POISONED)
+            listings += [Listing(report, picks[rows]) for rows, report in sampled.reports]
+        return verdicts.masked_fill_(poisoned, POISONED), listings
 
-    def _report_prompts(self, outcomes: list[Outcome], inputs: StepInputs, hidden: Tensor) -> None:
-        for i, outcome in enumerate(outcomes):
-            count = wanted(outcome.chunk)
-            if count and outcome.error is None:
-                first = int(inputs.attention.query_starts[i])
+    def _prompt_listings(
+        self, work: list[Chunk], inputs: StepInputs, hidden: Tensor
+    ) -> list[Listing]:
+        found = []
+        for i, chunk in enumerate(work):
+            count = wanted(chunk)
+            if count:
+                first = int(inputs.first_rows[i])
                 rows = hidden[first : first + count]
-                found = prompt_logprobs(outcome.chunk, rows, self.decoder.logits, self.unknown)
-                outcome.prompt_logprobs = found
+                reports = prompt_logprobs(
+                    chunk, rows, self.decoder.logits, self.unknown, self.transfers
+                )
+                found += [Listing(report, None, i, position) for position, report in reports]
+        return found
 
     def _fault(self, point: str, work: list[Chunk], tensor: Tensor | None) -> None:
         if self.fault_hook is not None:
@@ -238,7 +255,3 @@ def _is_fatal(error: Exception) -> bool:
 def _free_cached_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _poisoned(chunk: Chunk) -> Outcome:
-    return Outcome(chunk, error="the model produced NaN or infinite values for this sequence")

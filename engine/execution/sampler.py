@@ -2,7 +2,7 @@
 
 Order: bias and minimum length, penalties, grammar, then temperature, top-k, top-p, min-p and the
 draw. A row that is greedy and asks for nothing costs one argmax. A row with a NaN or an infinite
-logit is reported as poisoned; what it drew means nothing.
+logit is reported as poisoned; what it drew means nothing. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -11,35 +11,34 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tokenfleet.engine.constraints import allowed_tokens
 from tokenfleet.engine.execution.param_table import Ids, ParamTable, Scattered
+from tokenfleet.engine.execution.reports import Report, look_up
 from tokenfleet.engine.execution.slots import SlotTable
-from tokenfleet.engine.request import Logprobs
+from tokenfleet.engine.execution.transfers import Transfers
 from tokenfleet.kernels.rng import row_keys
 from tokenfleet.kernels.sampling import (
     PenaltyRows,
     SamplingRows,
-    best_of,
     greedy,
     penalise,
     sample,
     warp,
 )
 
-Mask = NDArray[np.bool_]
-
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """One step's choices for R rows."""
 
-    tokens: Ids
-    poisoned: Mask
-    logprobs: list[Logprobs | None] | None
-    """Per row, None where it did not ask; None when no row did."""
+    tokens: Tensor
+    """int64 [R]."""
+    poisoned: Tensor
+    """bool [R]."""
+    reports: list[tuple[Ids, Report]]
+    """Rows that asked for log probabilities, and what is listed for them."""
 
 
 class Sampler:
@@ -49,49 +48,50 @@ class Sampler:
         unknown: ids int64 that the tokenizer does not have; they are never chosen nor listed.
     """
 
-    def __init__(self, params: ParamTable, slots: SlotTable, unknown: Tensor | None) -> None:
+    def __init__(
+        self, params: ParamTable, slots: SlotTable, unknown: Tensor | None, transfers: Transfers
+    ) -> None:
         self._params = params
         self._slots = slots
         self._unknown = unknown
+        self._send = transfers.send
 
-    def __call__(self, logits: Tensor, slots: Ids, ends: Ids) -> Sampled:
-        """Sample from logits fp32 [R, V] (overwritten) for sequences of `ends` [R] tokens."""
+    def __call__(self, logits: Tensor, slots: Ids, ends: Ids, newest: Tensor) -> Sampled:
+        """Sample from logits fp32 [R, V] (overwritten) for sequences of `ends` [R] tokens, of which
+        `newest` int64 [R] are the last ones."""
         p = self._params
         raw_rows = np.flatnonzero((p.logprobs[slots] >= 0) & ~p.processed[slots])
-        raw = _picked(logits, raw_rows).log_softmax(-1) if raw_rows.size else None
+        raw = self._picked(logits, raw_rows).log_softmax(-1) if raw_rows.size else None
         if self._unknown is not None:
             logits.index_fill_(1, self._unknown, -torch.inf)
         poisoned = ~torch.isfinite(logits.amax(-1))
         self._adjust(logits, slots, ends)
         if p.penalised[slots].any():
-            self._penalise(logits, slots, ends)
+            self._penalise(logits, slots, ends, newest)
         self._constrain(logits, slots)
         tokens = self._choose(logits, slots, ends)
-        chosen = tokens.cpu().numpy()
-        reports = self._reports(logits, chosen, slots, ends, raw_rows, raw)
-        return Sampled(chosen, poisoned.cpu().numpy(), reports)
+        return Sampled(tokens, poisoned, self._reports(logits, tokens, slots, ends, raw_rows, raw))
 
     def _choose(self, logits: Tensor, slots: Ids, ends: Ids) -> Tensor:
         """The best token of greedy rows, a drawn one of the others."""
         drawn = np.flatnonzero(~self._params.greedy[slots])
         if not drawn.size:
             return greedy(logits)[1]
-        found = sample(_picked(logits, drawn), self._rows(slots[drawn], ends[drawn], logits.device))
+        found = sample(self._picked(logits, drawn), self._rows(slots[drawn], ends[drawn]))
         if drawn.size == len(slots):
             return found
         tokens = greedy(logits)[1]
-        tokens[drawn] = found
+        tokens[self._send(drawn)] = found
         return tokens
 
-    def _rows(self, slots: Ids, ends: Ids, device: torch.device) -> SamplingRows:
-        p = self._params
-        keys = row_keys(p.seed[slots], p.choice[slots], ends - p.num_prompt[slots])
+    def _rows(self, slots: Ids, ends: Ids) -> SamplingRows:
+        p, send = self._params, self._send
         return SamplingRows(
-            torch.from_numpy(p.temperature[slots]).to(device),
-            torch.from_numpy(p.top_k[slots]).to(device),
-            torch.from_numpy(p.top_p[slots]).to(device),
-            torch.from_numpy(p.min_p[slots]).to(device),
-            torch.from_numpy(keys).to(device),
+            send(p.temperature[slots]),
+            send(p.top_k[slots]),
+            send(p.top_p[slots]),
+            send(p.min_p[slots]),
+            send(row_keys(p.seed[slots], p.choice[slots], ends - p.num_prompt[slots])),
             filtered=bool(p.filtered[slots].any()),
         )
 
@@ -102,31 +102,33 @@ class Sampler:
             return
         bias, ending = p.scattered(slots)
         if bias.rows.size:
-            values = torch.from_numpy(bias.values).to(logits.device)
-            logits.index_put_(_places(bias, logits), values, accumulate=True)
+            logits.index_put_(self._places(bias), self._send(bias.values), accumulate=True)
         short = (ends - p.num_prompt[slots] < p.min_tokens[slots])[ending.rows]
         if short.any():
-            below = torch.tensor(-torch.inf, device=logits.device)
-            logits.index_put_(_places(ending.where(short), logits), below)
+            below = torch.full((), -torch.inf, device=logits.device)
+            logits.index_put_(self._places(ending.where(short)), below)
 
-    def _penalise(self, logits: Tensor, slots: Ids, ends: Ids) -> None:
-        p = self._params
+    def _penalise(self, logits: Tensor, slots: Ids, ends: Ids, newest: Tensor) -> None:
+        p, send = self._params, self._send
         rows = np.flatnonzero(p.penalised[slots])
         where, lengths = slots[rows], ends[rows]
-        history = self._slots.tokens[where, : int(lengths.max())].astype(np.int64)
-        device = logits.device
+        longest = int(lengths.max())
+        self._slots.make_room(longest)
+        history = send(self._slots.tokens[where, :longest].astype(np.int64))
+        # the last token may be one that only the device knows
+        history.scatter_(1, send(lengths[:, None] - 1), self._picked(newest, rows)[:, None])
         histories = PenaltyRows(
-            torch.from_numpy(history).to(device),
-            torch.from_numpy(p.num_prompt[where]).to(device),
-            torch.from_numpy(lengths).to(device),
-            torch.from_numpy(p.presence[where]).to(device),
-            torch.from_numpy(p.frequency[where]).to(device),
-            torch.from_numpy(p.repetition[where]).to(device),
+            history,
+            send(p.num_prompt[where]),
+            send(lengths),
+            send(p.presence[where]),
+            send(p.frequency[where]),
+            send(p.repetition[where]),
         )
-        picked = _picked(logits, rows)
+        picked = self._picked(logits, rows)
         penalised = penalise(picked, histories)
         if penalised is not logits:
-            logits[rows] = penalised
+            logits[send(rows)] = penalised
 
     def _constrain(self, logits: Tensor, slots: Ids) -> None:
         """Forbid what the rows' grammars do not allow."""
@@ -135,70 +137,47 @@ class Sampler:
         if not rows.size:
             return
         constraints = [p.constraint[slot] for slot in slots[rows].tolist()]
-        allowed = torch.from_numpy(allowed_tokens(constraints, logits.shape[1])).to(logits.device)
-        where = torch.from_numpy(rows).to(logits.device)
+        allowed = self._send(allowed_tokens(constraints, logits.shape[1]))
         if len(rows) == logits.shape[0]:
             logits.masked_fill_(~allowed, -torch.inf)
         else:
+            where = self._send(rows)
             logits[where] = logits[where].masked_fill_(~allowed, -torch.inf)
 
     def _reports(
-        self, logits: Tensor, tokens: Ids, slots: Ids, ends: Ids, raw_rows: Ids, raw: Tensor | None
-    ) -> list[Logprobs | None] | None:
+        self,
+        logits: Tensor,
+        tokens: Tensor,
+        slots: Ids,
+        ends: Ids,
+        raw_rows: Ids,
+        raw: Tensor | None,
+    ) -> list[tuple[Ids, Report]]:
         p = self._params
         wanted = p.logprobs[slots]
-        processed_rows = np.flatnonzero((wanted >= 0) & p.processed[slots])
-        if raw is None and not processed_rows.size:
-            return None
-        reports: list[Logprobs | None] = [None] * len(slots)
+        found = []
         if raw is not None:
-            fill_reports(reports, raw, raw_rows, tokens, wanted, self._unknown)
-        if processed_rows.size:
-            final = self._processed(logits, slots, ends, processed_rows)
-            fill_reports(reports, final, processed_rows, tokens, wanted, None)
-        return reports
+            chosen = self._picked(tokens, raw_rows)
+            found.append((raw_rows, look_up(raw, chosen, wanted[raw_rows], self._unknown)))
+        rows = np.flatnonzero((wanted >= 0) & p.processed[slots])
+        if rows.size:
+            final = self._processed(logits, slots, ends, rows)
+            found.append((rows, look_up(final, self._picked(tokens, rows), wanted[rows], None)))
+        return found
 
     def _processed(self, logits: Tensor, slots: Ids, ends: Ids, rows: Ids) -> Tensor:
         """Log probabilities after every filter; a greedy row's are those before the argmax."""
-        final = _picked(logits, rows).clone()
+        final = self._picked(logits, rows).clone()
         drawn = np.flatnonzero(~self._params.greedy[slots[rows]])
         if drawn.size:
-            params = self._rows(slots[rows[drawn]], ends[rows[drawn]], logits.device)
-            final[drawn] = warp(final[drawn], params)
+            params = self._rows(slots[rows[drawn]], ends[rows[drawn]])
+            where = self._send(drawn)
+            final[where] = warp(final[where], params)
         return final.log_softmax(-1)
 
+    def _picked(self, values: Tensor, rows: Ids) -> Tensor:
+        """Some rows of [R, ...]; the tensor itself where they are all."""
+        return values if len(rows) == values.shape[0] else values[self._send(rows)]
 
-def fill_reports(
-    reports: list[Logprobs | None],
-    logprobs: Tensor,
-    rows: Ids,
-    tokens: Ids,
-    wanted: Ids,
-    unknown: Tensor | None,
-) -> None:
-    """Set reports[row] for each of `rows`, whose log probabilities [len(rows), V] are given.
-
-    The chosen token is always in; then the `wanted[row]` best ones, without impossible ones and
-    without ids that the tokenizer does not have.
-    """
-    chosen = torch.from_numpy(tokens[rows]).to(logprobs.device)[:, None]
-    own = logprobs.gather(1, chosen)[:, 0].tolist()
-    most = int(wanted[rows].max())
-    if unknown is not None:
-        logprobs.index_fill_(1, unknown, -torch.inf)
-    best, ids = best_of(logprobs, most) if most else (logprobs[:, :0], logprobs[:, :0].long())
-    for i, (values, names) in enumerate(zip(best.tolist(), ids.tolist(), strict=True)):
-        row = rows[i]
-        top = zip(names[: wanted[row]], values[: wanted[row]], strict=True)
-        report = {name: value for name, value in top if value > -np.inf}
-        report[int(tokens[row])] = own[i]
-        reports[row] = report
-
-
-def _picked(logits: Tensor, rows: Ids) -> Tensor:
-    return logits if len(rows) == logits.shape[0] else logits[rows]
-
-
-def _places(entries: Scattered, logits: Tensor) -> tuple[Tensor, Tensor]:
-    device = logits.device
-    return torch.from_numpy(entries.rows).to(device), torch.from_numpy(entries.ids).to(device)
+    def _places(self, entries: Scattered) -> tuple[Tensor, Tensor]:
+        return self._send(entries.rows), self._send(entries.ids)

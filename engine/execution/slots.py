@@ -31,14 +31,14 @@ class SlotTable:
     def admit(self, sequence: Sequence) -> None:
         """Fill the row of a sequence that just got its slot."""
         count = len(sequence.tokens)
-        self._widen(count + 1)
+        self.make_room(count + 1)
         self.tokens[sequence.slot, :count] = sequence.tokens
         self.update_blocks(sequence, 0)
 
     def update_blocks(self, sequence: Sequence, first: int) -> None:
         """Copy a block table from index `first` on."""
         table = sequence.block_table
-        self._widen(len(table) * self.block_size)
+        self.make_room(len(table) * self.block_size)
         self.blocks[sequence.slot, first : len(table)] = table[first:]
 
     def append(
@@ -46,19 +46,20 @@ class SlotTable:
     ) -> None:
         """Write one sampled token per slot at its place in the sequence."""
         if places.size:
-            self._widen(int(places.max()) + 1)
+            self.make_room(int(places.max()) + 1)
             self.tokens[slots, places] = tokens
 
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
-
-    def _widen(self, tokens: int) -> None:
+    def make_room(self, tokens: int) -> None:
+        """Widen the rows to this many tokens at least."""
         width = self.tokens.shape[1]
         if tokens <= width:
             return
         wider = min(max(tokens, 2 * width), max(tokens, self._max_len))
         self.tokens = _widened(self.tokens, wider)
         self.blocks = _widened(self.blocks, self._blocks_for(wider))
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
 
 
 def _widened(table: NDArray[np.int32], width: int) -> NDArray[np.int32]:

@@ -33,6 +33,9 @@ class StepPlan:
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(from, to) blocks to copy before the forward pass; all are read before any is written."""
     preempted: list[Sequence] = field(default_factory=list)
+    starved: bool = False
+    """Blocks ran out while another step is in flight: nothing was preempted, and somebody waits
+    until no step is."""
     num_tokens: int = 0
 
     def __bool__(self) -> bool:

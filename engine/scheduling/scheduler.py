@@ -10,6 +10,10 @@ When blocks run out, the running sequence that is last in order is preempted: it
 it waits again, at its old place. Nothing is admitted in a step that preempted, and an admission
 leaves one block for each running sequence, so two sequences do not evict each other in turn. The
 first in order is never preempted for another, which is why everyone ends.
+
+A step may be scheduled while others are in flight. What such a step touches is given back only when
+its result has arrived, whoever ended meanwhile; so nothing is preempted then, and a plan that would
+have to says so (`starved`).
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ class _Prefix:
 class Scheduler:
     """Owns the sequences' states, slots and block tables.
 
-    Calls follow each other as: add*, schedule, (the step runs), complete, finish*.
+    Calls follow each other as: add*, schedule, (the step runs), complete, finish*. Several plans
+    may be scheduled before the first of them is completed; they complete in the same order.
     """
 
     def __init__(self, limits: Limits, pool: BlockPool, cache: PrefixCache | None) -> None:
@@ -51,6 +56,8 @@ class Scheduler:
         self.free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self.limbo: set[Sequence] = set()
         """Ended while a step in flight still writes to their blocks."""
+        self.steps_in_flight = 0
+        """Plans with work that were scheduled and not completed."""
         self._blocked: tuple[Sequence, int] | None = None
         self.cache_queries = 0
         self.cache_hits = 0
@@ -96,8 +103,10 @@ class Scheduler:
 
     def complete(self, plan: StepPlan) -> None:
         """The step's result is here: its tokens were appended and its KV is written."""
+        self.steps_in_flight -= 1
         for chunk in plan.work:
             sequence = chunk.sequence
+            sequence.steps_in_flight -= 1
             if chunk.samples:
                 sequence.in_flight -= 1
             if sequence in self.limbo:
@@ -130,14 +139,15 @@ class Scheduler:
         """Choose the work of the next step, and account for it as if it were done."""
         plan = StepPlan()
         left = self._plan_running(plan, self.limits.max_num_batched_tokens)
-        if not plan.preempted:
+        if not (plan.preempted or plan.starved):
             self._admit(plan, left)
+        self.steps_in_flight += bool(plan)
         return plan
 
     def _plan_running(self, plan: StepPlan, left: int) -> int:
         catching_up = []
         for sequence in self.running[:]:
-            if sequence.state is not SequenceState.RUNNING:
+            if sequence.state is not SequenceState.RUNNING or sequence.must_wait:
                 continue
             if sequence.num_missing == 1:
                 left -= self._plan(plan, sequence, min(1, left))
@@ -171,6 +181,7 @@ class Scheduler:
         (plan.decodes if tokens == 1 else plan.chunks).append(chunk)
         sequence.num_computed += tokens
         sequence.in_flight += samples
+        sequence.steps_in_flight += 1
         plan.num_tokens += tokens
         return tokens
 
@@ -185,10 +196,16 @@ class Scheduler:
     # -- blocks ----------------------------------------------------------------------------
 
     def _make_room(self, plan: StepPlan, sequence: Sequence, upto: int) -> bool:
-        """Own every block up to token `upto`, preempting from the end of the order."""
+        """Own every block up to token `upto`, preempting from the end of the order.
+
+        With steps in flight nobody is preempted: the plan is starved, and this one waits.
+        """
         own = self._shared_tail(sequence)
         needed = self.limits.blocks_for(upto) - len(sequence.block_table) + own
         while needed > self.pool.num_free:
+            if self.steps_in_flight:
+                plan.starved = True
+                return False
             victim = self.running[-1]
             self._preempt(plan, victim)
             if victim is sequence:
@@ -294,7 +311,7 @@ class Scheduler:
 
     def _preempt(self, plan: StepPlan, victim: Sequence) -> None:
         _drop_from(plan, victim)
-        if victim.in_flight:
+        if victim.steps_in_flight:
             raise InvariantBroken(f"sequence {victim.request_id} is in flight and was preempted")
         self.running.remove(victim)
         self._let_go(victim)
@@ -305,13 +322,13 @@ class Scheduler:
         plan.preempted.append(victim)
 
     def _let_go(self, sequence: Sequence) -> None:
-        if sequence.in_flight:
+        if sequence.steps_in_flight:
             self.limbo.add(sequence)
         else:
             self._return_everything(sequence)
 
     def _settle(self, sequence: Sequence) -> None:
-        if not sequence.in_flight:
+        if not sequence.steps_in_flight:
             self.limbo.discard(sequence)
             self._return_everything(sequence)
 
@@ -340,6 +357,7 @@ def _drop_from(plan: StepPlan, victim: Sequence) -> None:
         plan.num_tokens -= chunk.count
         victim.num_computed -= chunk.count
         victim.in_flight -= chunk.samples
+        victim.steps_in_flight -= 1
     own = set(victim.block_table)
     plan.grown = [entry for entry in plan.grown if entry[0] is not victim]
     plan.copies = [pair for pair in plan.copies if pair[1] not in own]

@@ -79,6 +79,8 @@ class Sequence:
     """Computed by steps whose result has arrived: KV that others may copy."""
     in_flight: int = 0
     """Tokens being sampled by steps whose result has not arrived."""
+    steps_in_flight: int = 0
+    """Steps that touch its blocks or its slot and whose result has not arrived."""
     block_table: list[int] = field(default_factory=list)
     slot: int = -1
     """Row of the running batch, -1 when it has none."""
@@ -99,6 +101,14 @@ class Sequence:
     def num_missing(self) -> int:
         """Tokens known and not computed."""
         return len(self.tokens) + self.in_flight - self.num_computed
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether its next step depends on a token that is being sampled: the grammar has to see
+        it, or the sequence ends with it."""
+        if not self.in_flight:
+            return False
+        return self.constraint is not None or self.num_known >= self.max_len
 
     @property
     def num_output(self) -> int:

@@ -73,6 +73,8 @@ def test_greedy_tokens_are_transformers_in_any_batch_and_arrival_order(family, t
         {"prefix_cache": False},
         {"num_blocks": 9, "max_num_seqs": 4},
         {"num_blocks": 12},
+        {"overlap": True, "max_chunk_tokens": 7},
+        {"overlap": True, "num_blocks": 9, "max_num_seqs": 4},
     ],
     ids=str,
 )
