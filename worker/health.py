@@ -11,8 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
 
-from tokenfleet.worker.observing.prometheus import CONTENT_TYPE
-
 MAX_REQUEST_BYTES = 8192
 REQUEST_TIMEOUT_S = 5.0
 TEXT = "text/plain; charset=utf-8"
@@ -23,7 +21,7 @@ class HealthServer:
 
     Args:
         reasons: why the worker is not ready; empty when it is.
-        metrics: the body of /metrics.
+        metrics: Accept header -> content type and body of /metrics.
     """
 
     def __init__(
@@ -32,7 +30,7 @@ class HealthServer:
         port: int,
         *,
         reasons: Callable[[], list[str]],
-        metrics: Callable[[], bytes],
+        metrics: Callable[[str], tuple[str, bytes]],
     ) -> None:
         self._host = host
         self._port = port
@@ -58,7 +56,7 @@ class HealthServer:
             self._server.close()
             await self._server.wait_closed()
 
-    def answer(self, method: str, path: str) -> tuple[HTTPStatus, str, bytes]:
+    def answer(self, method: str, path: str, accept: str = "") -> tuple[HTTPStatus, str, bytes]:
         """Status, content type and body for one request."""
         if method not in ("GET", "HEAD"):
             return HTTPStatus.METHOD_NOT_ALLOWED, TEXT, b"only GET\n"
@@ -70,7 +68,7 @@ class HealthServer:
                 status = HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK
                 return status, TEXT, ("\n".join(reasons or ["ready"]) + "\n").encode()
             case "/metrics":
-                return HTTPStatus.OK, CONTENT_TYPE, self._metrics()
+                return HTTPStatus.OK, *self._metrics(accept)
             case _:
                 return HTTPStatus.NOT_FOUND, TEXT, b"/healthz, /readyz or /metrics\n"
 
@@ -88,11 +86,12 @@ class HealthServer:
                 await writer.wait_closed()
 
     def _response(self, head: bytes) -> bytes:
-        words = head.split(b"\r\n", 1)[0].decode("latin-1").split()
+        first, *fields = head.decode("latin-1").split("\r\n")
+        words = first.split()
         if len(words) != 3:
             status, kind, body = HTTPStatus.BAD_REQUEST, TEXT, b"not HTTP\n"
         else:
-            status, kind, body = self.answer(words[0], words[1])
+            status, kind, body = self.answer(words[0], words[1], _field(fields, "accept"))
         lines = (
             f"HTTP/1.1 {status.value} {status.phrase}",
             f"Content-Type: {kind}",
@@ -101,3 +100,9 @@ class HealthServer:
         )
         sent = b"" if words[:1] == ["HEAD"] else body
         return "\r\n".join(lines).encode() + b"\r\n\r\n" + sent
+
+
+def _field(lines: list[str], name: str) -> str:
+    """The value of a header field; empty when it is not there."""
+    pairs = (line.partition(":") for line in lines)
+    return next((value.strip() for key, _, value in pairs if key.strip().lower() == name), "")

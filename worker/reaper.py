@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 
 import structlog
 
@@ -20,10 +21,22 @@ log = structlog.get_logger()
 
 
 class Reaper:
-    """Scans for expired leases until cancelled."""
+    """Scans for expired leases until cancelled.
 
-    def __init__(self, queue: JobQueue, broker: Broker, *, lease_s: float) -> None:
+    Args:
+        reclaimed: told how many jobs a scan moved on, when it did.
+    """
+
+    def __init__(
+        self,
+        queue: JobQueue,
+        broker: Broker,
+        *,
+        lease_s: float,
+        reclaimed: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self._queue = queue
+        self._reclaimed = reclaimed
         self._broker = broker
         self._lease_s = lease_s
 
@@ -45,5 +58,6 @@ class Reaper:
             return moved
         self._broker.reached()
         if moved:
+            self._reclaimed(moved)
             log.info("jobs_reclaimed", jobs=moved)
         return moved

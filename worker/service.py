@@ -35,6 +35,7 @@ from tokenfleet.worker.engine_link.engine_process import EngineHandle, EngineInf
 from tokenfleet.worker.health import HealthServer
 from tokenfleet.worker.intake import Intake
 from tokenfleet.worker.lease import LeaseKeeper
+from tokenfleet.worker.observing.queue_watch import QueueWatch
 from tokenfleet.worker.observing.telemetry import Telemetry
 from tokenfleet.worker.prepare import Preparer
 from tokenfleet.worker.presence import Presence, StartFigures
@@ -175,7 +176,15 @@ class WorkerService:
             lease_s=settings.lease_s,
             healthy=lambda: self._host.ready,
         )
-        self._reaper = Reaper(self._queue, self._broker, lease_s=settings.lease_s)
+        self._reaper = Reaper(
+            self._queue,
+            self._broker,
+            lease_s=settings.lease_s,
+            reclaimed=self.telemetry.jobs_reclaimed,
+        )
+        self.telemetry.watch(
+            ready=lambda: not self.not_ready(), broker=lambda: self._broker.reachable
+        )
         self._presence = Presence(
             self._queue, self._broker, about=self._about, on_registered=self._registered
         )
@@ -202,6 +211,9 @@ class WorkerService:
         self._start("reaper", self._reaper.run())
         self._start("control", self._control.run())
         self._start("presence", self._presence.run())
+        if self.settings.health_port is not None or self.settings.otlp_endpoint:
+            watch = QueueWatch(self._queue, self._connection, self._broker, self.telemetry)
+            self._start("queue watch", watch.run())
         stop = asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait((*self._tasks, stop), return_when=asyncio.FIRST_COMPLETED)

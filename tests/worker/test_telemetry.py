@@ -51,7 +51,7 @@ class Watched:
         return {span.name: span for span in self.spans.get_finished_spans()}
 
     def samples(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-        families = text_string_to_metric_families(self.telemetry.render_metrics().decode())
+        families = text_string_to_metric_families(self.telemetry.render_metrics()[1].decode())
         return {
             (sample.name, tuple(sorted(sample.labels.items()))): sample.value
             for family in families
@@ -260,7 +260,7 @@ def test_no_label_names_a_job_or_a_tenant(watched: Watched) -> None:
     watched.telemetry.job_claimed(job)
     watched.telemetry.first_token(job)
     watched.telemetry.job_ended(job, "finished", a_result())
-    text = watched.telemetry.render_metrics().decode()
+    text = watched.telemetry.render_metrics()[1].decode()
     assert job.id not in text
     assert "acme" not in text
 
@@ -301,7 +301,7 @@ def test_the_names_of_vllm_dashboards_are_offered_only_when_asked_for(
     plain, both = watch(), watch(vllm_names=True)
     for one in (plain, both):
         one.telemetry.step(StepStats(running=3, waiting=2, blocks_used=1, blocks_total=4))
-    assert "vllm:" not in plain.telemetry.render_metrics().decode()
+    assert "vllm:" not in plain.telemetry.render_metrics()[1].decode()
     labels = (("model", "smollm2"), ("model_name", "smollm2"))
     samples = both.samples()
     assert samples["vllm:num_requests_running", labels] == 3

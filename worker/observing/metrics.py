@@ -1,4 +1,4 @@
-"""The worker's instruments, and the one place where a figure becomes a metric.
+"""The worker's instruments at work: the one place where a figure becomes a metric.
 
 Labels are the model, the operation, a job's end state and an error's code: few values each, never a
 job or a tenant. Counters follow totals that the engine reports, and survive its restart: a total
@@ -8,167 +8,225 @@ that went down began again at zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
+from opentelemetry.context import Context
 from opentelemetry.metrics import CallbackOptions, Counter, Meter, Observation
 
 from tokenfleet.engine.stats import StepStats
 from tokenfleet.producer import semconv
+from tokenfleet.worker.observing.instruments import GAUGES, PHASES, TOTALS, Histograms
 
-LATENCY_BUCKETS_S = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
-    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
-)  # fmt: skip
-PER_TOKEN_BUCKETS_S = (
-    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4,
-    0.5, 0.75, 1.0, 2.5,
-)  # fmt: skip
-STEP_BUCKETS_S = (
-    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5,
-    10.0,
-)  # fmt: skip
+Reading = Callable[[CallbackOptions], Iterable[Observation]]
 
-_TOTALS = {
-    semconv.STEPS: ("step", "Steps of the engine."),
-    semconv.PREFILL_TOKENS: ("prefill_tokens_total", "Prompt and recomputed tokens computed."),
-    semconv.DECODE_TOKENS: ("decode_tokens_total", "Output tokens computed."),
-    semconv.PREEMPTIONS: ("preemptions_total", "Sequences whose blocks were taken back."),
-    semconv.PREFIX_CACHE_QUERIES: ("cache_queries_total", "Tokens looked up in the prefix cache."),
-    semconv.PREFIX_CACHE_HITS: ("cache_hits_total", "Tokens found in the prefix cache."),
-}
-_GAUGES = {
-    semconv.SEQUENCES_RUNNING: ("running", "Sequences in the batch."),
-    semconv.SEQUENCES_WAITING: ("waiting", "Sequences claimed and not yet in the batch."),
-    semconv.BLOCKS_USED: ("blocks_used", "KV blocks that a sequence holds."),
-    semconv.BLOCKS_CACHED: ("blocks_cached", "Free KV blocks that still hold a known prefix."),
-    semconv.BLOCKS: ("blocks_total", "KV blocks of the pool."),
-}
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a worker's metrics say about it for as long as it lives."""
+
+    model: str
+    token_budget: int
+    slots: int = 0
+    worker_id: str = ""
+    version: str = ""
 
 
 class Instruments:
-    """Creates every instrument once; methods are the facts that happen to a worker."""
+    """Creates every instrument once; methods are the facts that happen to a worker.
 
-    def __init__(self, meter: Meter, model: str, token_budget: int) -> None:
-        self._labels = {"model": model}
-        self._budget = max(1, token_budget)
+    `context`, where one is taken, holds the span of the job: it gives the figure its exemplar.
+    """
+
+    def __init__(self, meter: Meter, about: About) -> None:
+        self._labels = {semconv.MODEL: about.model}
+        self._about = about
         self._last = StepStats()
         self._jobs_running = 0
-        self._totals: dict[str, int] = {}
+        self._totals: dict[str, float] = {}
+        self._queued: Mapping[str, int] = {}
+        self._dead: int | None = None
+        self._ready: Callable[[], bool] | None = None
+        self._broker: Callable[[], bool] | None = None
+        self._histograms = Histograms.create(meter)
         self._counters: dict[str, Counter] = {
-            name: meter.create_counter(name, description=text)
-            for name, (_, text) in _TOTALS.items()
+            name: meter.create_counter(name, description=text) for name, (_, text) in TOTALS.items()
         }
-        for name, (field, text) in _GAUGES.items():
-            meter.create_observable_gauge(name, [self._reader(field)], description=text)
-        meter.create_observable_gauge(
-            semconv.KV_CACHE_USAGE, [self._kv_usage], description="Share of the KV blocks in use."
-        )
-        meter.create_observable_gauge(
-            semconv.TOKEN_BUDGET_USAGE,
-            [self._budget_usage],
-            description="Share of the token budget that the last step used.",
-        )
-        meter.create_observable_gauge(
-            semconv.JOBS_RUNNING, [self._running_jobs], description="Jobs that this worker holds."
-        )
-        self._make_job_instruments(meter)
+        self._make_counters(meter)
+        self._make_gauges(meter)
 
-    def _make_job_instruments(self, meter: Meter) -> None:
-        self._claimed = meter.create_counter(
-            semconv.JOBS_CLAIMED, description="Jobs taken under a lease."
+    def _make_counters(self, meter: Meter) -> None:
+        def counter(name: str, text: str) -> Counter:
+            return meter.create_counter(name, description=text)
+
+        self._claimed = counter(semconv.JOBS_CLAIMED, "Jobs taken under a lease.")
+        self._resumed = counter(
+            semconv.JOBS_RESUMED, "Jobs that went on from an earlier attempt's tokens."
         )
-        self._resumed = meter.create_counter(
-            semconv.JOBS_RESUMED, description="Jobs that went on from an earlier attempt's tokens."
-        )
-        self._ended = meter.create_counter(
+        self._ended = counter(
             semconv.JOBS_ENDED,
-            description="Jobs that left this worker, by state; released and lost ones go on.",
+            "Jobs that left this worker, by state; released and lost ones go on.",
         )
-        self._restarts = meter.create_counter(
-            semconv.ENGINE_RESTARTS, description="Times the engine process was started again."
+        self._choices = counter(semconv.CHOICES_ENDED, "Choices of ended jobs, by why they ended.")
+        self._reclaimed = counter(
+            semconv.JOBS_RECLAIMED, "Jobs whose lease was over, moved on by this worker."
         )
-        self._queue_wait = meter.create_histogram(
-            semconv.QUEUE_WAIT,
-            description="From submission to the first claim.",
-            explicit_bucket_boundaries_advisory=LATENCY_BUCKETS_S,
+        self._restarts = counter(
+            semconv.ENGINE_RESTARTS, "Times the engine process was started again."
         )
-        self._first_token = meter.create_histogram(
-            semconv.TIME_TO_FIRST_TOKEN,
-            unit="s",
-            description="From submission to the first output token.",
-            explicit_bucket_boundaries_advisory=LATENCY_BUCKETS_S,
-        )
-        self._per_token = meter.create_histogram(
-            semconv.TIME_PER_OUTPUT_TOKEN,
-            unit="s",
-            description="Mean time between the output tokens of a job after its first.",
-            explicit_bucket_boundaries_advisory=PER_TOKEN_BUCKETS_S,
-        )
-        self._duration = meter.create_histogram(
-            semconv.REQUEST_DURATION,
-            unit="s",
-            description="From submission to the end of the job.",
-            explicit_bucket_boundaries_advisory=LATENCY_BUCKETS_S,
-        )
-        self._step = meter.create_histogram(
-            semconv.STEP_DURATION,
-            description="Wall time of an engine step.",
-            explicit_bucket_boundaries_advisory=STEP_BUCKETS_S,
-        )
-        self._flush = meter.create_histogram(
-            semconv.FLUSH_DURATION,
-            description="Round trip that publishes the new tokens of all running jobs.",
-            explicit_bucket_boundaries_advisory=STEP_BUCKETS_S,
-        )
+        self._phases = counter(semconv.STEP_PHASE, "Seconds of the engine's steps, by phase.")
 
-    def claimed(self, wait_s: float, *, resumed: bool) -> None:
+    def _make_gauges(self, meter: Meter) -> None:
+        def gauge(name: str, reading: Reading, text: str) -> None:
+            meter.create_observable_gauge(name, [reading], description=text)
+
+        for name, (field, text) in GAUGES.items():
+            gauge(name, self._stat(field), text)
+        gauge(semconv.KV_CACHE_USAGE, self._of(self._kv_usage), "Share of the KV blocks in use.")
+        gauge(
+            semconv.TOKEN_BUDGET_USAGE,
+            self._of(self._budget_usage),
+            "Share of the token budget that the last step used.",
+        )
+        gauge(
+            semconv.TOKEN_BUDGET,
+            self._of(lambda: self._about.token_budget),
+            "Most tokens that one step may compute.",
+        )
+        gauge(
+            semconv.JOBS_RUNNING,
+            self._of(lambda: self._jobs_running),
+            "Jobs that this worker holds.",
+        )
+        gauge(
+            semconv.SLOTS,
+            self._of(lambda: self._about.slots),
+            "Sequences that this worker runs at most.",
+        )
+        gauge(semconv.READY, self._state("_ready"), "1 while this worker would take a job.")
+        gauge(semconv.BROKER_REACHABLE, self._state("_broker"), "1 while Redis answers.")
+        gauge(
+            semconv.QUEUE_JOBS,
+            self._read_queue,
+            "Jobs of the model that wait in Redis, by priority; every worker says the same.",
+        )
+        gauge(
+            semconv.DEAD_LETTERS,
+            self._read_dead,
+            "Dead letters in Redis, of all models; every worker says the same.",
+        )
+        gauge(semconv.WORKER_INFO, self._read_info, "1, with what the worker is.")
+
+    # a job's life
+
+    def claimed(self, wait_s: float, *, resumed: bool, context: Context | None = None) -> None:
         self._jobs_running += 1
         self._claimed.add(1, self._labels)
         if resumed:
             self._resumed.add(1, self._labels)
         else:
-            self._queue_wait.record(max(0.0, wait_s), self._labels)
+            self._histograms.queue_wait.record(max(0.0, wait_s), self._labels, context)
 
-    def first_token(self, seconds: float, labels: Mapping[str, str]) -> None:
-        self._first_token.record(seconds, labels)
+    def first_token(
+        self, seconds: float, labels: Mapping[str, str], context: Context | None = None
+    ) -> None:
+        self._histograms.first_token.record(seconds, labels, context)
 
     def left(self, state: str) -> None:
         self._jobs_running -= 1
-        self._ended.add(1, {**self._labels, "state": state})
+        self._ended.add(1, {**self._labels, semconv.STATE: state})
 
-    def ended(self, seconds: float, labels: Mapping[str, str]) -> None:
-        self._duration.record(seconds, labels)
+    def ended(
+        self, seconds: float, labels: Mapping[str, str], context: Context | None = None
+    ) -> None:
+        self._histograms.duration.record(seconds, labels, context)
 
-    def token_pace(self, seconds_per_token: float, labels: Mapping[str, str]) -> None:
-        self._per_token.record(seconds_per_token, labels)
+    def result(
+        self, prompt_tokens: int, output_tokens: int, finish_reasons: Iterable[str | None]
+    ) -> None:
+        self._histograms.prompt_tokens.record(prompt_tokens, self._labels)
+        self._histograms.output_tokens.record(output_tokens, self._labels)
+        for reason in finish_reasons:
+            self._choices.add(1, {**self._labels, semconv.FINISH_REASON: reason or "none"})
+
+    def token_pace(
+        self, seconds_per_token: float, labels: Mapping[str, str], context: Context | None = None
+    ) -> None:
+        self._histograms.per_token.record(seconds_per_token, labels, context)
+
+    # the engine
 
     def step(self, stats: StepStats) -> None:
         self._last = stats
-        self._step.record(stats.step_s, self._labels)
-        for name, (field, _) in _TOTALS.items():
-            total, before = getattr(stats, field), self._totals.get(name, 0)
-            grown = total - before if total >= before else total
-            if grown:
+        self._histograms.step.record(stats.step_s, self._labels)
+        for name, (field, _) in TOTALS.items():
+            if grown := self._grown(name, getattr(stats, field)):
                 self._counters[name].add(grown, self._labels)
-            self._totals[name] = total
+        rest = self._grown("other", stats.step_s_total)
+        for phase, field in PHASES.items():
+            if spent := self._grown(phase, getattr(stats, field)):
+                rest -= spent
+                self._phases.add(spent, {**self._labels, semconv.PHASE: phase})
+        if rest > 0:
+            self._phases.add(rest, {**self._labels, semconv.PHASE: "other"})
+
+    def _grown(self, name: str, total: float) -> float:
+        """What a total gained since it was last seen; all of it when it began again."""
+        before, self._totals[name] = self._totals.get(name, 0), total
+        return total - before if total >= before else total
 
     def engine_restarted(self) -> None:
         self._restarts.add(1, self._labels)
 
     def flushed(self, seconds: float) -> None:
-        self._flush.record(seconds, self._labels)
+        self._histograms.flush.record(seconds, self._labels)
 
-    def _reader(self, field: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
+    # the worker and its surroundings
+
+    def watch(self, *, ready: Callable[[], bool], broker: Callable[[], bool]) -> None:
+        self._ready, self._broker = ready, broker
+
+    def reclaimed(self, jobs: int) -> None:
+        self._reclaimed.add(jobs, self._labels)
+
+    def queue_seen(self, waiting: Mapping[str, int], dead_letters: int) -> None:
+        self._queued, self._dead = dict(waiting), dead_letters
+
+    def queue_unseen(self) -> None:
+        self._queued, self._dead = {}, None
+
+    # readings
+
+    def _of(self, value: Callable[[], float]) -> Reading:
+        return lambda _: [Observation(value(), self._labels)]
+
+    def _stat(self, field: str) -> Reading:
+        return self._of(lambda: getattr(self._last, field))
+
+    def _state(self, field: str) -> Reading:
+        """1 or 0; nothing before `watch`."""
+
         def read(_: CallbackOptions) -> Iterable[Observation]:
-            return [Observation(getattr(self._last, field), self._labels)]
+            asked = getattr(self, field)
+            return [] if asked is None else [Observation(int(asked()), self._labels)]
 
         return read
 
-    def _kv_usage(self, _: CallbackOptions) -> Iterable[Observation]:
-        share = self._last.blocks_used / max(1, self._last.blocks_total)
-        return [Observation(share, self._labels)]
+    def _kv_usage(self) -> float:
+        return self._last.blocks_used / max(1, self._last.blocks_total)
 
-    def _budget_usage(self, _: CallbackOptions) -> Iterable[Observation]:
-        return [Observation(self._last.scheduled_tokens / self._budget, self._labels)]
+    def _budget_usage(self) -> float:
+        return self._last.scheduled_tokens / max(1, self._about.token_budget)
 
-    def _running_jobs(self, _: CallbackOptions) -> Iterable[Observation]:
-        return [Observation(self._jobs_running, self._labels)]
+    def _read_queue(self, _: CallbackOptions) -> Iterable[Observation]:
+        return [
+            Observation(count, {**self._labels, semconv.PRIORITY: priority})
+            for priority, count in self._queued.items()
+        ]
+
+    def _read_dead(self, _: CallbackOptions) -> Iterable[Observation]:
+        return [] if self._dead is None else [Observation(self._dead)]
+
+    def _read_info(self, _: CallbackOptions) -> Iterable[Observation]:
+        about = self._about
+        who = {semconv.WORKER: about.worker_id, semconv.VERSION: about.version}
+        return [Observation(1, {**self._labels, **who})]

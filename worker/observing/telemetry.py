@@ -19,13 +19,14 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.util.types import AttributeValue
 
 from tokenfleet.producer import semconv, tracing
 from tokenfleet.producer.keys import GROUP, partition_of
 from tokenfleet.worker.observing.exporters import ExportConfig, Exporters
-from tokenfleet.worker.observing.metrics import Instruments
+from tokenfleet.worker.observing.metrics import About, Instruments
 from tokenfleet.worker.observing.prometheus import Scrape
 
 if TYPE_CHECKING:
@@ -55,6 +56,11 @@ class _Running:
     offset: int = 0
     """Output tokens that earlier attempts had logged."""
 
+    @property
+    def context(self) -> Context:
+        """In which a figure of this job is recorded: it makes the span the figure's exemplar."""
+        return trace.set_span_in_context(self.process)
+
 
 class Telemetry:
     """Spans and metrics of one worker process. A job that is not known here is passed over.
@@ -71,6 +77,7 @@ class Telemetry:
         worker_id: str,
         model: str,
         token_budget: int,
+        slots: int = 0,
         vllm_names: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -80,7 +87,8 @@ class Telemetry:
         self._clock = clock
         self._tracer = exporters.tracer_provider.get_tracer(semconv.INSTRUMENTATION)
         self._instruments = Instruments(
-            exporters.meter_provider.get_meter(semconv.INSTRUMENTATION), model, token_budget
+            exporters.meter_provider.get_meter(semconv.INSTRUMENTATION),
+            About(model, token_budget, slots, worker_id, version("tokenfleet")),
         )
         self._scrape = Scrape(exporters.scrape, model, vllm_names=vllm_names)
         self._running: dict[tuple[str, int], _Running] = {}
@@ -102,6 +110,7 @@ class Telemetry:
             worker_id=worker_id,
             model=settings.served_name,
             token_budget=settings.max_num_batched_tokens,
+            slots=settings.max_num_seqs,
             vllm_names=settings.vllm_metric_names,
         )
 
@@ -131,7 +140,9 @@ class Telemetry:
             claimed_at=self._clock(),
             offset=job.offset,
         )
-        self._instruments.claimed(waited_s, resumed=job.offset > 0)
+        self._instruments.claimed(
+            waited_s, resumed=job.offset > 0, context=trace.set_span_in_context(process)
+        )
         if job.offset:
             self.resumed(job, job.offset)
 
@@ -144,7 +155,9 @@ class Telemetry:
         running.operation.add_event(semconv.EVENT_FIRST_TOKEN, {semconv.JOB_OFFSET: running.offset})
         if running.offset == 0:
             self._instruments.first_token(
-                running.waited_s + running.first_token_at - running.claimed_at, running.labels
+                running.waited_s + running.first_token_at - running.claimed_at,
+                running.labels,
+                running.context,
             )
 
     def preempted(self, job: ClaimedJob) -> None:
@@ -181,7 +194,8 @@ class Telemetry:
         failure = (error or state) if state in FAILURES else None
         if state not in GONE_ON:
             labels = running.labels | ({semconv.ERROR_TYPE: failure} if failure else {})
-            self._instruments.ended(running.waited_s + now - running.claimed_at, labels)
+            seconds = running.waited_s + now - running.claimed_at
+            self._instruments.ended(seconds, labels, running.context)
         if result is not None:
             self._record_result(running, result, now)
         for span in (running.operation, running.process):
@@ -208,10 +222,16 @@ class Telemetry:
 
     def _record_result(self, running: _Running, result: JobResult, now: float) -> None:
         running.operation.set_attributes(_result_attributes(result))
+        usage = result.usage
+        self._instruments.result(
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            [choice.finish_reason for choice in result.choices],
+        )
         made = result.usage.completion_tokens - running.offset
         if running.first_token_at is not None and made > 1:
             pace = (now - running.first_token_at) / (made - 1)
-            self._instruments.token_pace(pace, running.labels)
+            self._instruments.token_pace(pace, running.labels, running.context)
 
     def step(self, stats: StepStats) -> None:
         """Figures of the engine's latest step;
@@ -226,6 +246,22 @@ class Telemetry:
     def flushed(self, seconds: float) -> None:
         """One emit for all running jobs took this long."""
         self._instruments.flushed(seconds)
+
+    def jobs_reclaimed(self, jobs: int) -> None:
+        """This worker moved on that many jobs whose lease was over."""
+        self._instruments.reclaimed(jobs)
+
+    def watch(self, *, ready: Callable[[], bool], broker: Callable[[], bool]) -> None:
+        """Whom to ask, at every scrape, whether the worker is ready and Redis reachable."""
+        self._instruments.watch(ready=ready, broker=broker)
+
+    def queue_seen(self, waiting: Mapping[str, int], dead_letters: int) -> None:
+        """What lies in Redis: waiting jobs of our model by priority, dead letters of all."""
+        self._instruments.queue_seen(waiting, dead_letters)
+
+    def queue_unseen(self) -> None:
+        """Redis did not say: better no figure than an old one."""
+        self._instruments.queue_unseen()
 
     def trace_ids(self, job_id: str, attempt: int) -> Mapping[str, str]:
         """trace_id and span_id of a job on this worker, for its log lines; empty when unknown.
@@ -244,9 +280,9 @@ class Telemetry:
         while len(self._left) > REMEMBERED:
             self._left.popitem(last=False)
 
-    def render_metrics(self) -> bytes:
-        """The body of /metrics (its type is worker/observing/prometheus.py: CONTENT_TYPE)."""
-        return self._scrape.render()
+    def render_metrics(self, accept: str = "") -> tuple[str, bytes]:
+        """Content type and body of /metrics, as the Accept header wants them."""
+        return self._scrape.render(accept)
 
     def shutdown(self, timeout_s: float = 2.0) -> None:
         """End open spans and export what waits, for at most `timeout_s`.

@@ -78,7 +78,7 @@ async def test_ready_follows_engine_registration_and_drain(fleet, until) -> None
     ],
 )
 async def test_odd_requests_get_an_answer_or_nothing(request_: str, status: int) -> None:
-    server = HealthServer("127.0.0.1", 0, reasons=list, metrics=lambda: b"")
+    server = HealthServer("127.0.0.1", 0, reasons=list, metrics=lambda _: ("", b""))
     port = await server.start()
     try:
         try:
@@ -86,6 +86,21 @@ async def test_odd_requests_get_an_answer_or_nothing(request_: str, status: int)
         except ConnectionError:
             answer = 0
         assert answer == status
+    finally:
+        await server.stop()
+
+
+async def test_the_scrapers_wish_reaches_the_page() -> None:
+    server = HealthServer("127.0.0.1", 0, reasons=list, metrics=lambda a: (a, a.encode()))
+    port = await server.start()
+    try:
+        for field in (
+            "Accept: application/openmetrics-text",
+            "accept:application/openmetrics-text",
+        ):
+            request = f"GET /metrics HTTP/1.1\r\nHost: x\r\n{field}\r\n\r\n"
+            assert await ask(port, request) == (200, "application/openmetrics-text")
+        assert await get(port, "/metrics") == (200, "")
     finally:
         await server.stop()
 
