@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from tokenfleet.producer import tracing
 from tokenfleet.producer.connection import Broker, Connection
-from tokenfleet.producer.errors import InvalidJob, TokenfleetError
+from tokenfleet.producer.errors import InvalidJob, QueueFull, TokenfleetError
 from tokenfleet.producer.hub import Hub
 from tokenfleet.producer.job import AsyncJob, Link
 from tokenfleet.producer.keys import check_name, partition_of
@@ -173,7 +173,8 @@ class AsyncClient:
         """Submit many jobs in few round trips. Each is a mapping of submit's arguments.
 
         All are checked before the first is sent. Raises what submit raises; when
-        IdempotencyMismatch or BrokerUnavailable comes, some may have been accepted.
+        IdempotencyMismatch or BrokerUnavailable comes, some may have been accepted. QueueFull says
+        which: its job_ids.
         """
         requests = [self._request(number, job) for number, job in enumerate(jobs)]
         link = self.link
@@ -182,11 +183,24 @@ class AsyncClient:
         for number, request in enumerate(requests):
             groups[request.model, request.priority].append(number)
         handles: dict[int, AsyncJob] = {}
+        full: list[QueueFull] = []
         for (model, priority), numbers in groups.items():
             with tracing.sending(model, priority, batch=len(numbers)) as carrier:
                 drafts = [link.submission.draft(requests[n], carrier) for n in numbers]
-                accepted = await link.submission.send(drafts)
+                try:
+                    accepted = await link.submission.send(drafts)
+                except QueueFull as error:
+                    full.append(error)
+                    ids = zip(numbers, error.job_ids)
+                    handles.update((n, self.job(job_id)) for n, job_id in ids if job_id is not None)
+                    continue
             handles.update((n, self._handle(one)) for n, one in zip(numbers, accepted))
+        if full:
+            found = [handles.get(number) for number in range(len(requests))]
+            raise QueueFull(
+                max(error.retry_after_s for error in full),
+                [None if job is None else job.id for job in found],
+            )
         return [handles[number] for number in range(len(requests))]
 
     def job(self, job_id: str) -> AsyncJob:

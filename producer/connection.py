@@ -159,7 +159,7 @@ class Connection:
     async def locate(self, partition: int) -> None:
         """Find out anew where a partition lives, after it moved or its server was lost."""
         if self.cluster:  # a keyed command is sent on to the right server, and that is remembered
-            await self.once("EXISTS", self.keys(partition).live)
+            await self.once("EXISTS", self.keys(partition).workers)
 
     async def aclose(self) -> None:
         """Close what was opened here; a client that was handed in stays open."""

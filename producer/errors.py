@@ -20,6 +20,8 @@ Invariant: `.retryable` is true exactly when the same call, repeated unchanged, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class TokenfleetError(Exception):
     """Base of all errors of the client library."""
@@ -59,13 +61,25 @@ class IdempotencyMismatch(TokenfleetError):
 
 
 class QueueFull(TokenfleetError):
-    """The tenant or the queue has as many jobs as it may have."""
+    """The tenant has as many jobs waiting as it may have.
+
+    `job_ids` is in the order of what was submitted: the id of each job that was accepted all the
+    same, None for those that were not and may be submitted again after `retry_after_s`.
+    """
 
     retryable = True
 
-    def __init__(self, retry_after_s: float) -> None:
-        super().__init__(f"the queue is full; try again in {retry_after_s:.1f} s")
+    def __init__(self, retry_after_s: float, job_ids: Sequence[str | None] = (None,)) -> None:
+        refused = sum(job_id is None for job_id in job_ids)
+        super().__init__(
+            f"the queue is full: {refused} of {len(job_ids)} job(s) not accepted; "
+            f"try again in {retry_after_s:.1f} s"
+        )
         self.retry_after_s = retry_after_s
+        self.job_ids = tuple(job_ids)
+
+    def __reduce__(self) -> tuple[type[QueueFull], tuple[float, tuple[str | None, ...]]]:
+        return type(self), (self.retry_after_s, self.job_ids)
 
 
 class BrokerUnavailable(TokenfleetError):

@@ -43,6 +43,8 @@ class QueueDepth:
     """How long the next job has waited; None when none waits."""
     front: int = 0
     """How many of the waiting were handed back, and go before the others."""
+    paused: bool = False
+    """Nobody claims from it until it is resumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,7 @@ class FleetReader:
     async def partitions(self) -> list[int]:
         """Those that hold a job, found by their keys, and those that the connection knows."""
         found = {0, *range(self._connection.partitions)}
-        async for key in self._scan("live", "zset"):
+        async for key in self._scan("live:*", "zset"):
             found.add(_partition_in(key))
         return sorted(found)
 
@@ -185,9 +187,16 @@ class FleetReader:
         """The keys of all queue streams, the `:front` ones included."""
         return [key async for key in self._scan("q:*", "stream")]
 
+    async def _queues(self) -> set[str]:
+        """The same, and queues without a stream yet: tenants' backlogs hold all of their jobs."""
+        found = set(await self.streams())
+        async for key in self._scan("backlogs:*", "set"):
+            found.add(key.replace("}:backlogs:", "}:q:", 1))
+        return found
+
     async def queues(self) -> list[QueueDepth]:
         """Every queue that has jobs or a consumer group, by model and priority."""
-        return await self._depths(await self.streams())
+        return await self._depths(await self._queues())
 
     async def delayed(self) -> int:
         """Jobs that may not be claimed yet: a delay, or the pause before their next try."""
@@ -209,7 +218,7 @@ class FleetReader:
         if began < self._search_at:
             return
         self._partitions = set(await self.partitions())
-        self._streams = set(await self.streams())
+        self._streams = await self._queues()
         ended = self._clock()
         self._search_at = ended + max(SEARCH_S, SEARCH_SHARE * (ended - began))
 
@@ -240,10 +249,28 @@ class FleetReader:
             pending = int(group["pending"])
             after = f"({group['last-delivered-id']}"
             first = await self._execute("XRANGE", key, after, "+", "COUNT", 1)
-        oldest = None if not first else (now_ms - int(first[0][0].split(b"-")[0])) / 1000
-        waiting = max(0, length - pending)
-        front = waiting if key.endswith(":front") else 0
-        return QueueDepth(model, priority, waiting, pending, oldest, front)
+            keys = self._keys(_partition_in(key))
+            paused = await self._execute("SISMEMBER", keys.paused, f"{model}:{priority}")
+            waiting = max(0, length - pending)
+            since = [int(first[0][0].split(b"-")[0])] if first else []
+            front = waiting if key.endswith(":front") else 0
+            if not key.endswith(":front"):
+                for count, oldest_ms in await self._backlogs(keys, model, priority):
+                    waiting += count
+                    since.append(oldest_ms)
+        oldest = (now_ms - min(since)) / 1000 if since else None
+        return QueueDepth(model, priority, waiting, pending, oldest, front, bool(paused))
+
+    async def _backlogs(self, keys: Keys, model: str, priority: str) -> list[tuple[int, int]]:
+        """Of each tenant with limits: jobs that wait for their turn, and since when the first."""
+        found = []
+        for tenant in await self._execute("SMEMBERS", keys.backlogs(model, priority)):
+            backlog = keys.tenant_backlog(tenant.decode(), model, priority)
+            first = await self._execute("ZRANGE", backlog, 0, 0, "WITHSCORES")
+            if first:
+                score = first[0][1] if isinstance(first[0], list | tuple) else first[1]
+                found.append((int(await self._execute("ZCARD", backlog)), int(float(score))))
+        return found
 
     async def _group(self, key: str) -> dict[str, str]:
         try:
@@ -349,6 +376,7 @@ def _sum(one: QueueDepth, other: QueueDepth) -> QueueDepth:
         one.running + other.running,
         max(ages, default=None),
         one.front + other.front,
+        one.paused or other.paused,
     )
 
 

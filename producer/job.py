@@ -79,6 +79,7 @@ class AsyncJob:
             ended_ms=as_int(fields, "ended"),
             cancel_requested="cancel" in fields,
             served=look.served,
+            paused=look.paused,
             error=_error_of(fields),
         )
 

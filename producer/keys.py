@@ -30,7 +30,12 @@ _JOB_ID = re.compile(
 
 def new_job_id(partition: int) -> str:
     """A fresh `<uuid7>.<p>`: time-ordered, made without asking Redis."""
-    value = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10))
+    return derived_job_id(partition, time.time_ns() // 1_000_000, os.urandom(10))
+
+
+def derived_job_id(partition: int, created_ms: int, entropy: bytes) -> str:
+    """The `<uuid7>.<p>` of a time and ten bytes: whoever knows them finds the job again."""
+    value = created_ms << 80 | int.from_bytes(entropy)
     value = value & ~(0xF << 76) | 0x7 << 76
     value = value & ~(0x3 << 62) | 0x2 << 62
     digits = f"{value:032x}"
@@ -101,10 +106,38 @@ class Keys:
         """Sorted set: dead-lettered jobs, by time."""
         return f"{self.prefix}:dead"
 
+    def live(self, model: str) -> str:
+        """Sorted set: a model's jobs that have not ended, by since when they may run.
+
+        Its size up to now is what the model's workers have to do: the scaling signal.
+        """
+        return f"{self.prefix}:live:{model}"
+
+    def bell(self, model: str) -> str:
+        """Stream of one entry, a new one when a job becomes claimable without entering a queue."""
+        return f"{self.prefix}:bell:{model}"
+
     @property
-    def live(self) -> str:
-        """Sorted set: every job that has not ended, by submission time."""
-        return f"{self.prefix}:live"
+    def paused(self) -> str:
+        """Set: `<model>:<priority>` of the queues that nobody claims from."""
+        return f"{self.prefix}:paused"
+
+    @property
+    def limits(self) -> str:
+        """Hash: tenant (`*`: all others) to `<most running> <most waiting>`, empty: no limit."""
+        return f"{self.prefix}:limits"
+
+    def tenant(self, tenant: str, what: str) -> str:
+        """What is kept of a tenant with limits: `running` and `waiting` (sets of job ids), ..."""
+        return f"{self.prefix}:tenant:{tenant}:{what}"
+
+    def tenant_backlog(self, tenant: str, model: str, priority: str) -> str:
+        """Sorted set: jobs of a tenant with limits that wait for their turn, by submission time."""
+        return self.tenant(tenant, f"q:{model}:{priority}")
+
+    def backlogs(self, model: str, priority: str) -> str:
+        """Set: the tenants that have such a backlog."""
+        return f"{self.prefix}:backlogs:{model}:{priority}"
 
     def idempotency(self, tenant: str, key: str) -> str:
         """String: `<job id> <payload digest>`."""

@@ -240,6 +240,8 @@ class JobStatus:
     cancel_requested: bool
     served: bool
     """True when a live worker serves the model."""
+    paused: bool
+    """True while nobody claims from the job's queue."""
     error: EventError | None = None
 
 

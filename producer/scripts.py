@@ -43,10 +43,11 @@ class Script:
             return await client.execute_command("EVAL", self.text, len(keys), *keys, *args)
 
 
-def load(package: str, name: str) -> Script:
-    """The script `<name>.lua` of a package of scripts."""
-    common = files("tokenfleet.producer.lua").joinpath("common.lua").read_text()
-    return Script(name, common + "\n" + files(package).joinpath(f"{name}.lua").read_text())
+def load(package: str, name: str, *before: str) -> Script:
+    """The script `<name>.lua` of a package of scripts; `before`: others of it put in front."""
+    parts = [files("tokenfleet.producer.lua").joinpath("common.lua")]
+    parts += [files(package).joinpath(f"{part}.lua") for part in (*before, name)]
+    return Script(name, "\n".join(part.read_text() for part in parts))
 
 
 SUBMIT = load("tokenfleet.producer.lua", "submit")

@@ -36,6 +36,7 @@ class Look:
     entries: list[tuple[EntryId, bytes]]
     served: bool
     has_log: bool
+    paused: bool
 
     @property
     def state(self) -> State | None:
@@ -80,12 +81,13 @@ class JobReader:
             args,
             patience_s=self.connection.connect_timeout_s,
         )
-        flat, entries, is_served, has_log = reply
+        flat, entries, is_served, has_log, paused = reply
         return Look(
             fields={k.decode(): v.decode() for k, v in zip(flat[::2], flat[1::2])},
             entries=[(_entry_id(entry), payload) for entry, payload in entries],
             served=bool(is_served),
             has_log=bool(has_log),
+            paused=bool(paused),
         )
 
     async def cancel(self, job_id: str, *, if_abandoned: bool = False) -> State | None:

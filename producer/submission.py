@@ -13,11 +13,12 @@ from typing import Any
 
 from tokenfleet.producer import keys
 from tokenfleet.producer.connection import Connection
-from tokenfleet.producer.errors import IdempotencyMismatch
+from tokenfleet.producer.errors import IdempotencyMismatch, QueueFull
 from tokenfleet.producer.request import MAX_JOB_BYTES, JobRequest
 from tokenfleet.producer.scripts import SUBMIT
 
 _FIELDS = 12
+_KNOWN, _MISMATCH, _FULL = 1, 2, 3
 _BATCH = 128
 _BATCH_BYTES = 1 << 20
 _IN_FLIGHT = 4
@@ -70,8 +71,8 @@ class Submission:
     async def send(self, drafts: Sequence[Draft]) -> list[Accepted]:
         """Submit all; the replies are in the order of `drafts`.
 
-        Raises IdempotencyMismatch for the first job that met another one's key; jobs without that
-        trouble have been submitted then.
+        Raises IdempotencyMismatch for the first job that met another one's key, and QueueFull when
+        a tenant may not have more jobs waiting; jobs without that trouble have been submitted then.
         """
         replies: dict[str, tuple[int, str]] = {}
         gate = asyncio.Semaphore(_IN_FLIGHT)
@@ -83,12 +84,18 @@ class Submission:
                 replies[draft.id] = (outcome, job_id.decode())
 
         await asyncio.gather(*(send_batch(batch) for batch in _batches(drafts)))
-        return [_accepted(draft, *replies[draft.id]) for draft in drafts]
+        accepted = [_accepted(draft, *replies[draft.id]) for draft in drafts]
+        waits_ms = [int(reply) for outcome, reply in replies.values() if outcome == _FULL]
+        if waits_ms:
+            raise QueueFull(
+                max(waits_ms) / 1000, [one.id if one is not None else None for one in accepted]
+            )
+        return [one for one in accepted if one is not None]
 
     async def _call(self, batch: list[Draft]) -> Any:
         partition = batch[0].partition
         names = self._connection.keys(partition)
-        script_keys = [names.live, names.delay, names.deadline]
+        script_keys = [names.delay, names.deadline]
         args: list[Any] = [_FIELDS]
         for draft in batch:
             request = draft.request
@@ -154,7 +161,8 @@ def _batches(drafts: Sequence[Draft]) -> Iterator[list[Draft]]:
     yield from groups.values()
 
 
-def _accepted(draft: Draft, outcome: int, job_id: str) -> Accepted:
-    if outcome == 2:
+def _accepted(draft: Draft, outcome: int, job_id: str) -> Accepted | None:
+    """What became of one job; None: its tenant has too many waiting."""
+    if outcome == _MISMATCH:
         raise IdempotencyMismatch(draft.request.idempotency_key or "", job_id)
-    return Accepted(job_id, outcome == 1)
+    return None if outcome == _FULL else Accepted(job_id, outcome == _KNOWN)

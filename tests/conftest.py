@@ -77,6 +77,11 @@ class Lab:
         entries = await self.connection.execute("XRANGE", log, "-", "+")
         return [Event.unpack(fields[b"d"]) for _, fields in entries]
 
+    async def server_ms(self) -> int:
+        """The server's clock."""
+        seconds, micros = await self.raw.time()
+        return int(seconds * 1000 + micros // 1000)
+
     async def expire_lease(self, job: ClaimedJob) -> None:
         """Make the job's lease look as if nobody had renewed it for an hour."""
         owner = await self.raw.xpending_range(job.stream, GROUP, job.entry, job.entry, 1)

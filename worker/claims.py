@@ -46,6 +46,8 @@ class ClaimedJob:
     submitted_ms: int
     claimed_ms: int
     """Server's clock, as the others."""
+    preempted: int = 0
+    """How often it has made way for a more urgent job."""
     stream: str = field(repr=False, default="")
     entry: str = field(repr=False, default="")
 
@@ -90,6 +92,7 @@ def claimed_job(raw: Sequence[Any], now_ms: int) -> ClaimedJob:
         deadline_ms=deadline or None,
         submitted_ms=submitted,
         claimed_ms=now_ms,
+        preempted=raw[11],
         stream=text(raw[8]),
         entry=text(raw[9]),
     )

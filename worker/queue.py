@@ -13,12 +13,10 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from tokenfleet.producer.connection import Broker, Connection
-from tokenfleet.producer.errors import BrokerUnavailable, UndecodableJob
 from tokenfleet.producer.keys import PRIORITIES, check_name, partition_of
 from tokenfleet.producer.protocol import Event, EventError, JobResult, State
 from tokenfleet.producer.scripts import Script, load
@@ -30,23 +28,22 @@ from tokenfleet.worker.claims import (
     EmitOutcome,
     LogBehind,
     by_partition,
-    claimed_job,
     flat,
     last_reason,
     outcome_of,
     split_final,
     text,
 )
-from tokenfleet.worker.doorbell import Doorbell
 from tokenfleet.worker.groups import Groups
 from tokenfleet.worker.priorities import ClassOrder
+from tokenfleet.worker.taker import Taker
 
 __all__ = ["ClaimedJob", "Emission", "EmitOutcome", "JobQueue", "LogBehind"]
 
-CLAIM, EMIT, RENEW, FINISH, RELEASE, FAIL, RECLAIM, PHANTOMS, REPAIR, ADOPT = (
+EMIT, RENEW, FINISH, RELEASE, FAIL, RECLAIM, PHANTOMS, REPAIR, ADOPT = (
     load("tokenfleet.worker.lua", name)
     for name in (
-        *("claim", "emit", "renew", "finish", "release"),
+        *("emit", "renew", "finish", "release"),
         *("fail", "reclaim", "phantoms", "repair", "adopt"),
     )
 )
@@ -54,7 +51,6 @@ CLAIM, EMIT, RENEW, FINISH, RELEASE, FAIL, RECLAIM, PHANTOMS, REPAIR, ADOPT = (
 PATIENCE_S = 0.5
 """How long a call that may be repeated is repeated over a lost connection."""
 
-MOST_PER_CLAIM = 128
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 60.0
 
 
@@ -90,14 +86,20 @@ class JobQueue:
         self._lease_ms = int(lease_s * 1000)
         self._max_failures = max_failures
         self._ttls = [int(result_ttl_s * 1000), int(log_ttl_s * 1000)]
-        self._order = order or ClassOrder()
         self._uniform = uniform
-        self._doorbell = Doorbell(self._connection)
         self._groups = Groups(self._connection)
         self._first_partition = 0
         self._rank: Counter[int] = Counter()
-        self._next_due_ms: int | None = None
-        self._now_ms = 0
+        self._taker = Taker(
+            self._connection,
+            worker_id=worker_id,
+            model_name=model_name,
+            lease_ms=self._lease_ms,
+            ttls=self._ttls,
+            order=order or ClassOrder(),
+            bury=self._bury,
+            regrouped=self._restart_repair,
+        )
 
     @property
     def connection(self) -> Connection:
@@ -116,27 +118,25 @@ class JobQueue:
         Raises BrokerUnavailable only when nothing was claimed: what came before the connection
         broke is returned.
         """
-        jobs: list[ClaimedJob] = []
-        self._next_due_ms = None
-        try:
-            for partition in self._partitions():
-                while (want := min(count - len(jobs), MOST_PER_CLAIM)) > 0:
-                    taken, found = await self._claim_in(partition, want)
-                    jobs += found
-                    if taken < want:
-                        break
-        except BrokerUnavailable:
-            if not jobs:
-                raise
+        jobs = await self._taker.claim(count, self._partitions())
         self._first_partition = (self._first_partition + 1) % self._connection.partitions
         return jobs
 
+    async def swap(self, victims: Sequence[ClaimedJob]) -> tuple[list[ClaimedJob], frozenset[str]]:
+        """Take jobs of more urgent classes, each in the place of one of `victims`.
+
+        The victims, first ones first, go back to the front of their class; what they have made must
+        have been logged. Returns the jobs taken and the ids put back. Never repeated, as claim.
+        """
+        return await self._taker.swap(victims, self._partitions())
+
     async def wait(self, timeout_s: float) -> bool:
         """Return when a job may be there, or the time is over. Claims nothing."""
-        if self._next_due_ms is not None:
-            timeout_s = min(timeout_s, max(0.0, (self._next_due_ms - self._now_ms) / 1000))
-        self._next_due_ms = None
-        return await self._doorbell.wait(timeout_s)
+        return await self._taker.wait(timeout_s)
+
+    async def wait_urgent(self, timeout_s: float) -> bool:
+        """Return when there may be something to swap for, or the time is over."""
+        return await self._taker.wait_urgent(timeout_s)
 
     async def renew(self, jobs: Iterable[ClaimedJob]) -> frozenset[str]:
         """Extend the leases. Returns the ids that are not this worker's any more."""
@@ -186,7 +186,7 @@ class JobQueue:
         before, final = split_final(events)
         names = self._connection.keys(partition_of(job.id))
         args: list[Any] = [job.id, job.attempt, State(state).value]
-        args += [b"" if result is None else result.pack()]
+        args += [b"" if result is None else replace(result, worker=self.worker_id).pack()]
         args += ["", ""] if error is None else [error.code, error.message]
         args += [*self._ttls, final, last_reason(State(state), result)]
         args += [events[0].offset if events else "", *flat(before)]
@@ -196,15 +196,19 @@ class JobQueue:
             raise LogBehind(job.id, int(detail))
         return bool(code)
 
-    async def release(self, jobs: Iterable[ClaimedJob], reason: str) -> frozenset[str]:
+    async def release(
+        self, jobs: Iterable[ClaimedJob], reason: str, *, preempted: bool = False
+    ) -> frozenset[str]:
         """Hand jobs back unharmed, to the front of their class. Returns the ids handed back.
 
-        `reason` is for the caller's log; the job does not keep it.
+        `reason` is for the caller's log; the job does not keep it. `preempted`: they make way for
+        more urgent ones, which the job counts.
         """
         released: set[str] = set()
         for partition, group in by_partition(list(jobs), lambda job: job.id).items():
             keys = [self._connection.keys(partition).job(job.id) for job in group]
-            args = [*self._ttls, *(part for job in group for part in (job.id, job.attempt))]
+            args: list[Any] = [*self._ttls, int(preempted)]
+            args += [part for job in group for part in (job.id, job.attempt)]
             done = await self._run(RELEASE, partition, keys, args)
             released.update(job.id for job, mine in zip(group, done) if mine)
         return frozenset(released)
@@ -227,7 +231,8 @@ class JobQueue:
         """
         names = self._connection.keys(partition_of(job.id))
         request, stream = job.request, names.queue(self.model_name, job.priority)
-        keys = [names.job(job.id), names.events(job.id), stream, names.live, names.deadline]
+        keys = [names.job(job.id), names.events(job.id), stream]
+        keys += [names.live(self.model_name), names.deadline]
         args: list[Any] = [job.id, self.worker_id, self._lease_ms, job.attempt]
         args += [request.pack(1 << 62), request.model, job.priority, request.tenant]
         args += [job.deadline_ms or 0, job.submitted_ms]
@@ -252,8 +257,8 @@ class JobQueue:
 
     async def repair(self, partition: int = 0, count: int = 100) -> int:
         """Look at the next `count` live jobs; those that lost their queue entry get a new one."""
-        keys = [self._connection.keys(partition).live]
-        args = [self._rank[partition], count, self.model_name]
+        keys = [self._connection.keys(partition).live(self.model_name)]
+        args = [self._rank[partition], count]
         self._rank[partition], put_back = await self._run(REPAIR, partition, keys, args)
         return int(put_back)
 
@@ -272,7 +277,17 @@ class JobQueue:
         for partition in self._partitions():
             for priority in PRIORITIES:
                 counts[priority] += await self._groups.waiting(self._pair(partition, priority))
+                counts[priority] += await self._held_back(partition, priority)
         return counts
+
+    async def _held_back(self, partition: int, priority: str) -> int:
+        """Jobs in the backlogs of tenants with limits."""
+        names, total = self._connection.keys(partition), 0
+        backlogs = names.backlogs(self.model_name, priority)
+        for tenant in await self._connection.execute("SMEMBERS", backlogs):
+            backlog = names.tenant_backlog(text(tenant), self.model_name, priority)
+            total += int(await self._connection.execute("ZCARD", backlog))
+        return total
 
     async def heartbeat(self, info: Mapping[str, str | int | float], *, ttl_s: float = 15.0) -> int:
         """Show this worker in the worker table for `ttl_s`. Returns the server's time in ms."""
@@ -286,38 +301,16 @@ class JobQueue:
 
     async def aclose(self) -> None:
         """Stop waiting; close the connection unless it was handed in."""
-        await self._doorbell.aclose()
+        await self._taker.aclose()
         if self._owns:
             await self._connection.aclose()
 
-    async def _claim_in(self, partition: int, count: int) -> tuple[int, list[ClaimedJob]]:
-        """One call. Returns how many jobs it took, and those that can be read."""
-        offers = self._order.plan(count)
-        keys = [key for offer in offers for key in self._pair(partition, offer.priority)]
-        args = [self.worker_id, self._lease_ms, count, *self._ttls]
-        args += [offer.count for offer in offers]
-        reply = await self._run(CLAIM, partition, keys, args, patience_s=0.0)
-        now, next_due, regrouped, lasts, found = reply
-        self._now_ms = now
-        if next_due >= 0:
-            self._next_due_ms = min(self._next_due_ms or next_due, next_due)
-        if regrouped:
-            self._rank[partition] = 0
-        if lasts:
-            self._doorbell.seen(partition, {key: text(last) for key, last in zip(keys, lasts)})
-        self._order.claimed(Counter(text(raw[5]) for raw in found), count=count)
-        jobs = [await self._decode(raw, now) for raw in found]
-        return len(found), [job for job in jobs if job is not None]
+    async def _bury(self, job_id: str, attempt: int, reason: str) -> None:
+        await self._fail(job_id, attempt, "undecodable", reason, retryable=False, bury=True)
 
-    async def _decode(self, raw: Sequence[Any], now_ms: int) -> ClaimedJob | None:
-        """The job; None when nobody can read it: it is dead-lettered then."""
-        try:
-            return claimed_job(raw, now_ms)
-        except UndecodableJob as error:
-            why = ("undecodable", str(error))
-            with suppress(BrokerUnavailable):  # its lease ends then, and another worker says so
-                await self._fail(text(raw[0]), raw[1], *why, retryable=False, bury=True)
-            return None
+    def _restart_repair(self, partition: int) -> None:
+        """Groups were gone there: look at all live jobs again, from the first."""
+        self._rank[partition] = 0
 
     async def _fail(
         self,

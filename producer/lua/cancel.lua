@@ -9,7 +9,7 @@
 
 local id = ARGV[3]
 local job = fields(KEYS[1], 'state', 'attempt', 'owner', 'offset', 'last', 'idem', 'stream', 'entry',
-  'on_disconnect', 'watched')
+  'on_disconnect', 'watched', 'model', 'tenant')
 if not job.state then return '' end
 if ARGV[6] == '1' and not abandoned(id, job) then return job.state end
 if job.state == 'waiting' then

@@ -4,7 +4,7 @@
 -- ARGV[3] id, ARGV[4] cursor (an entry id; what lies behind it is returned), ARGV[5] most entries
 --         (0: none), ARGV[6] 1: a subscriber asks, and has subscribed,
 -- ARGV[7] result TTL ms, ARGV[8] log TTL ms, ARGV[9] 1: tell whether a worker serves the model
--- Returns {hash fields (flat), entries, served, log exists}. The fields are empty when the job is not there.
+-- Returns {hash fields (flat), entries, served, log exists, paused}. paused is told with served. The fields are empty when the job is not there.
 -- A waiting job past its deadline is ended here too, so that it ends with no worker up.
 -- If it never runs: nothing changed.
 
@@ -12,7 +12,7 @@ local id = ARGV[3]
 local now = now_ms()
 local names = { 'state', 'attempt', 'owner', 'offset', 'failures', 'model', 'priority', 'submitted', 'due',
   'deadline', 'ended', 'cancel', 'error_code', 'error_message', 'on_disconnect', 'last', 'idem', 'stream',
-  'entry', 'watched' }
+  'entry', 'watched', 'tenant' }
 local job = fields(KEYS[1], unpack(names))
 
 if job.state == 'waiting' and past(job.deadline, now) then
@@ -30,8 +30,9 @@ if ARGV[5] ~= '0' then
   end
 end
 
-local served = 0
+local served, paused = 0, 0
 if ARGV[9] == '1' and job.model then
+  paused = redis.call('SISMEMBER', P .. ':paused', job.model .. ':' .. job.priority)
   for _, worker in ipairs(redis.call('ZRANGE', P .. ':workers', 0, -1)) do
     if redis.call('HGET', P .. ':worker:' .. worker, 'model') == job.model then served = 1 end
   end
@@ -39,4 +40,4 @@ end
 
 local flat = {}
 for name, value in pairs(job) do flat[#flat + 1] = name; flat[#flat + 1] = value end
-return { flat, entries, served, redis.call('EXISTS', KEYS[2]) }
+return { flat, entries, served, redis.call('EXISTS', KEYS[2]), paused }

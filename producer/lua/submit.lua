@@ -1,16 +1,17 @@
 -- submit: put jobs into their queues, each exactly once however often the call is repeated.
 --
--- KEYS[1..3]   live, delay, deadline
+-- KEYS[1..2]   delay, deadline
 -- then per job job hash, queue stream, idempotency key (the job hash again when it has none)
 -- ARGV[3]      number of fields per job (12)
 -- then per job id, request, model, priority, tenant, deadline ms after now (0: none),
 --              delay ms, max failures ('' : the worker's), on_disconnect, payload digest,
 --              has an idempotency key (1/0), traceparent
 -- Returns per job {outcome, id}: 0 accepted (or accepted by an earlier call with this id),
---              1 the same job is there under this idempotency key, 2 another one is.
+--              1 the same job is there under this idempotency key, 2 another one is; 3: the tenant
+--              has as many jobs waiting as it may, and `id` is how many ms later to try again.
 -- If it never runs: nothing was accepted. If its reply is lost: repeat it with the same ids.
 
-local now, width, replies = now_ms(), tonumber(ARGV[3]), {}
+local now, width, replies, refused = now_ms(), tonumber(ARGV[3]), {}, {}
 
 local function known(idem, digest)
   local found = redis.call('GET', idem)
@@ -21,11 +22,15 @@ local function known(idem, digest)
 end
 
 local function accept(a, job, queue, idem)
-  local id, deadline, delay = ARGV[a], tonumber(ARGV[a + 5]), tonumber(ARGV[a + 6])
+  local id, deadline, delay, tenant = ARGV[a], tonumber(ARGV[a + 5]), tonumber(ARGV[a + 6]), ARGV[a + 4]
+  if not has_room(tenant, 'waiting') then
+    refused[tenant] = (refused[tenant] or 0) + 1
+    return { 3, tostring(retry_after(tenant, refused[tenant], now)) }
+  end
   if deadline > 0 then deadline = now + deadline end
   local hash = {
     'state', 'waiting', 'attempt', 0, 'failures', 0, 'offset', 0, 'last', '0-0',
-    'request', ARGV[a + 1], 'model', ARGV[a + 2], 'priority', ARGV[a + 3], 'tenant', ARGV[a + 4],
+    'request', ARGV[a + 1], 'model', ARGV[a + 2], 'priority', ARGV[a + 3], 'tenant', tenant,
     'submitted', now, 'deadline', deadline,
   }
   local function also(name, value) hash[#hash + 1] = name; hash[#hash + 1] = value end
@@ -38,18 +43,21 @@ local function accept(a, job, queue, idem)
   end
   if delay > 0 then
     also('due', now + delay)
-    redis.call('ZADD', KEYS[2], now + delay, id)
+    redis.call('ZADD', KEYS[1], now + delay, id)
+  elseif limits_of(tenant) then
+    also('stream', hold_back(id, tenant, class_of(queue), now))
   else
     also('stream', queue)
     also('entry', redis.call('XADD', queue, '*', 'j', id))
   end
   redis.call('HSET', job, unpack(hash))
-  redis.call('ZADD', KEYS[1], now, id)
-  if deadline > 0 then redis.call('ZADD', KEYS[3], deadline, id) end
+  redis.call('ZADD', P .. ':live:' .. ARGV[a + 2], now + delay, id)
+  if deadline > 0 then redis.call('ZADD', KEYS[2], deadline, id) end
+  account(id, tenant, 'waiting')
   return { 0, id }
 end
 
-local k = 4
+local k = 3
 for a = 4, #ARGV, width do
   local job, queue, idem = KEYS[k], KEYS[k + 1], KEYS[k + 2]
   local reply = nil

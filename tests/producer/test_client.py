@@ -158,7 +158,7 @@ async def test_a_submit_over_a_restart_makes_exactly_one_job(own_lab):
     own_lab.server.start()
     job = await submitting
     assert (await job.status()).state == "waiting"
-    assert await own_lab.connection.execute("ZCARD", own_lab.keys.live) == 1
+    assert await own_lab.connection.execute("ZCARD", own_lab.keys.live("m")) == 1
 
 
 @pytest.mark.parametrize(

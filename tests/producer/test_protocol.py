@@ -265,7 +265,8 @@ def test_no_two_things_share_a_key():
     keys = Keys("n", 0)
     names = [keys.idempotency("a", "b:c"), keys.idempotency("b", "c"), keys.front("m", "batch")]
     names += [keys.queue("m", "batch"), keys.queue("m:batch", "default"), keys.job("x")]
-    names += [keys.events("x"), keys.delay, keys.deadline, keys.dead, keys.live, keys.workers]
+    names += [keys.events("x"), keys.delay, keys.deadline, keys.dead, keys.live("m"), keys.workers]
+    names += [keys.bell("m"), keys.paused, keys.limits, keys.tenant("t", "running")]
     assert len(set(names)) == len(names)
     assert all(name.startswith("{n:0}:") for name in names)
 

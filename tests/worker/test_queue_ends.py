@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tokenfleet.producer.keys import GROUP
@@ -25,7 +23,7 @@ async def test_finish_leaves_nothing_behind_in_the_queue(lab):
     assert fields["state"] == "finished"
     assert "request" not in fields
     assert await lab.entries() == 0
-    for index in (lab.keys.live, lab.keys.deadline, lab.keys.delay):
+    for index in (lab.keys.live("m"), lab.keys.deadline, lab.keys.delay):
         assert await lab.raw.zcard(index) == 0
     pending = await lab.raw.xpending(lab.keys.queue("m", "default"), GROUP)
     assert pending["pending"] == 0
@@ -120,10 +118,10 @@ async def test_back_off_is_a_due_time_that_grows_and_no_priority(lab):
     job_id = await lab.submit()
     for back_off_ms in (1000, 2000, 4000):
         (job,) = await queue.claim(1)
-        before = await _server_ms(lab)
+        before = await lab.server_ms()
         assert await queue.fail(job, "boom", "it broke", retryable=True) == "waiting"
         due = await lab.raw.zscore(lab.keys.delay, job_id)
-        assert before <= due - back_off_ms <= await _server_ms(lab)
+        assert before <= due - back_off_ms <= await lab.server_ms()
         fresh = await lab.submit()
         assert [job.id for job in await queue.claim(1)] == [fresh]
         await lab.raw.zadd(lab.keys.delay, {job_id: 1})
@@ -168,8 +166,3 @@ async def test_a_failure_that_cannot_be_retried_fails_the_job_without_a_dead_let
     assert await queue.fail(job, "too_long", "shorten it", retryable=False) == "failed"
     assert await lab.raw.zscore(lab.keys.dead, job_id) is None
     assert (await lab.log(job_id))[-1].error == EventError("too_long", "shorten it")
-
-
-async def _server_ms(lab: Any) -> int:
-    seconds, micros = await lab.raw.time()
-    return int(seconds * 1000 + micros // 1000)

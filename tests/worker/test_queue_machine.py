@@ -1,9 +1,10 @@
 """Any order of moves by any workers, over a real server, against a model of what must hold.
 
 Several workers claim, emit, finish, release, fail, die and come back as zombies; producers submit,
-cancel and let deadlines pass; the script cache is flushed. After every move the model is compared
-with Redis: logs are exactly the tokens that were accepted, in order; terminal states never change;
-attempts only grow; no job is lost; no job has two owners.
+cancel and let deadlines pass; the script cache is flushed; limits of tenants come and go. After
+every move the model is compared with Redis: logs are exactly the tokens that were accepted, in
+order; terminal states never change; attempts only grow; no job is lost; no job has two owners; what
+is counted of a tenant is what a walk over its jobs finds.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tokenfleet.producer.errors import QueueFull
 from tokenfleet.producer.keys import PRIORITIES
 from tokenfleet.producer.protocol import Choice, Event, EventError, JobResult, State
 from tokenfleet.producer.states import MOVES
 from tokenfleet.worker.queue import ClaimedJob, Emission
+from tokenfleet.worker.rules import EVERY_OTHER, Rules, TenantLimits
 
 WORKERS = ("w1", "w2", "w3")
+TENANTS = ("a", "b")
 RESULT = JobResult(choices=(Choice(text="done", finish_reason="stop"),))
 
 
@@ -38,6 +42,8 @@ class Modelled:
     """What the model knows of a job."""
 
     id: str
+    priority: str
+    tenant: str
     tokens: list[int] = field(default_factory=list)
     state: State = State.WAITING
     attempt: int = 0
@@ -67,6 +73,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.token = 0
         self.queues = {w: self.do(self.lab.queue(w, max_failures=2)) for w in WORKERS}
         self.client = self.lab.client()
+        self.rules = Rules(self.lab.connection)
+        self.limits: dict[str, TenantLimits] = {}
 
     def do(self, call: Any) -> Any:
         return type(self).runner.run(call)
@@ -80,10 +88,30 @@ class QueueMachine(RuleBasedStateMachine):
 
     # producers
 
-    @rule(priority=st.sampled_from(PRIORITIES))
-    def submit(self, priority: str) -> None:
-        job_id = self.do(self.lab.submit(priority=priority))
-        self.jobs[job_id] = Modelled(job_id)
+    @rule(priority=st.sampled_from(PRIORITIES), tenant=st.sampled_from(TENANTS))
+    def submit(self, priority: str, tenant: str) -> None:
+        if self.room(tenant, State.WAITING) <= 0:
+            with pytest.raises(QueueFull):
+                self.do(self.lab.submit(priority=priority, tenant=tenant))
+            return
+        job_id = self.do(self.lab.submit(priority=priority, tenant=tenant))
+        self.jobs[job_id] = Modelled(job_id, priority, tenant)
+
+    @rule(
+        tenant=st.sampled_from((*TENANTS, EVERY_OTHER)),
+        running=st.none() | st.integers(0, 3),
+        waiting=st.none() | st.integers(0, 4),
+    )
+    def set_limits(self, tenant: str, running: int | None, waiting: int | None) -> None:
+        self.limits[tenant] = TenantLimits(tenant, running, waiting)
+        self.do(self.rules.set_limits(self.limits[tenant]))
+
+    @precondition(lambda self: self.limits)
+    @rule(data=st.data())
+    def remove_limits(self, data: Any) -> None:
+        tenant = data.draw(st.sampled_from(sorted(self.limits)))
+        del self.limits[tenant]
+        self.do(self.rules.remove_limits(tenant))
 
     @precondition(lambda self: self.jobs)
     @rule(data=st.data())
@@ -115,17 +143,39 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(WORKERS), count=st.integers(1, 4))
     def claim(self, worker: str, count: int) -> None:
         self.make_due()
-        waiting = sum(job.state is State.WAITING for job in self.jobs.values())
+        claimable = sum(self.claimable(tenant) for tenant in TENANTS)
         claimed = self.do(self.queues[worker].claim(count))
-        assert len(claimed) == min(count, waiting)
+        assert len(claimed) == min(count, claimable)
         for one in claimed:
-            job = self.jobs[one.id]
-            assert job.state is State.WAITING
-            assert one.attempt == job.attempt + 1
-            assert one.offset == len(job.tokens)
-            assert [t for event in one.logged for t in event.token_ids] == job.tokens
-            job.state, job.attempt = State.RUNNING, one.attempt
-            self.held.append(Held(worker, one, one.offset))
+            self.took(worker, one)
+
+    def took(self, worker: str, one: ClaimedJob) -> None:
+        job = self.jobs[one.id]
+        assert job.state is State.WAITING
+        assert one.attempt == job.attempt + 1
+        assert one.offset == len(job.tokens)
+        assert [t for event in one.logged for t in event.token_ids] == job.tokens
+        job.state, job.attempt = State.RUNNING, one.attempt
+        self.held.append(Held(worker, one, one.offset))
+
+    @precondition(lambda self: any(self.is_current(held) for held in self.held))
+    @rule(worker=st.sampled_from(WORKERS))
+    def swap(self, worker: str) -> None:
+        """Batch jobs make way for more urgent ones, one for one."""
+        self.make_due()
+        mine = [held for held in self.held if held.worker == worker]
+        batch = [held for held in mine if self.jobs[held.job.id].priority == "batch"]
+        places = sum(self.is_current(held) for held in batch)
+        waiting = {tenant: self.claimable(tenant, PRIORITIES[:-1]) for tenant in TENANTS}
+        call = self.queues[worker].swap([held.job for held in batch])
+        claimed, put_back = self.do(call)
+        assert len(claimed) == len(put_back) == min(places, sum(waiting.values()))
+        for held in [held for held in batch if held.job.id in put_back and self.is_current(held)]:
+            self.back(self.jobs[held.job.id])
+            self.held.remove(held)
+        for one in claimed:
+            assert one.priority != "batch"
+            self.took(worker, one)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), count=st.integers(1, 3), lost_reply=st.booleans())
@@ -227,6 +277,14 @@ class QueueMachine(RuleBasedStateMachine):
     # what must hold
 
     @invariant()
+    def tenants_are_counted_right(self) -> None:
+        for tenant in TENANTS:
+            for state in (State.RUNNING, State.WAITING):
+                found = self.do(self.lab.raw.smembers(self.lab.keys.tenant(tenant, state)))
+                expected = self.ids(tenant, state) if self.limited(tenant) else set()
+                assert {job_id.decode() for job_id in found} == expected
+
+    @invariant()
     def redis_agrees(self) -> None:
         for job in self.jobs.values():
             fields = self.do(self.lab.fields(job.id))
@@ -247,6 +305,8 @@ class QueueMachine(RuleBasedStateMachine):
         """Everything that waits can still be claimed and finished: no job is lost."""
         if not hasattr(self, "lab"):
             return
+        for tenant in self.limits:
+            self.do(self.rules.remove_limits(tenant))
         self.make_due()
         left = {job.id for job in self.jobs.values() if job.state is State.WAITING}
         running = {job.id for job in self.jobs.values() if job.state is State.RUNNING}
@@ -255,13 +315,33 @@ class QueueMachine(RuleBasedStateMachine):
         for job in claimed:
             assert self.do(self.queues["w1"].finish(job, [], RESULT))
         assert self.do(self.lab.entries()) == len(running)
-        assert self.do(self.lab.raw.zcard(self.lab.keys.live)) == len(running)
+        assert self.do(self.lab.raw.zcard(self.lab.keys.live("m"))) == len(running)
         self.do(self.lab.aclose())
 
     def event(self, held: Held, offset: int) -> Event:
         self.token += 1
         text = f"{self.token} "
         return Event(offset=offset, token_ids=(self.token,), text=text, attempt=held.job.attempt)
+
+    def ids(self, tenant: str, state: State, classes: tuple[str, ...] = PRIORITIES) -> set[str]:
+        """The walk over jobs."""
+        return {
+            job.id
+            for job in self.jobs.values()
+            if (job.tenant, job.state) == (tenant, state) and job.priority in classes
+        }
+
+    def limited(self, tenant: str) -> TenantLimits | None:
+        return self.limits.get(tenant) or self.limits.get(EVERY_OTHER)
+
+    def room(self, tenant: str, state: State) -> int:
+        limits = self.limited(tenant)
+        most = None if limits is None else getattr(limits, state)
+        return 1000 if most is None else max(0, most - len(self.ids(tenant, state)))
+
+    def claimable(self, tenant: str, classes: tuple[str, ...] = PRIORITIES) -> int:
+        waiting = self.ids(tenant, State.WAITING, classes)
+        return min(len(waiting), self.room(tenant, State.RUNNING))
 
     def back(self, job: Modelled) -> None:
         job.state = State.CANCELLED if job.cancelled else State.WAITING

@@ -78,7 +78,7 @@ class Doctor:
         keys = self._connection.keys(0)
         try:
             await self._connection.execute(
-                "EVAL", "return redis.call('EXISTS', KEYS[1])", 1, keys.live
+                "EVAL", "return redis.call('EXISTS', KEYS[1])", 1, keys.workers
             )
         except ResponseError as error:
             advice = "allow EVAL, EVALSHA and the fleet's keys to this user (ACL SETUSER)"

@@ -1,6 +1,6 @@
 -- adopt: give Redis back a running job that it has forgotten (FLUSHALL, a restart without a file).
 --
--- KEYS[1] job hash, KEYS[2] event log, KEYS[3] queue stream, KEYS[4] live, KEYS[5] deadline
+-- KEYS[1] job hash, KEYS[2] event log, KEYS[3] queue stream, KEYS[4] live jobs of the model, KEYS[5] deadline
 -- ARGV[3] id, ARGV[4] worker, ARGV[5] lease ms, ARGV[6] attempt it had, ARGV[7] request, ARGV[8] model,
 -- ARGV[9] priority, ARGV[10] tenant, ARGV[11] deadline ms (0: none), ARGV[12] submitted ms,
 -- ARGV[13] max failures ('' : the worker's), ARGV[14] on_disconnect, then per event logged so far: offset
@@ -28,6 +28,7 @@ redis.call('HSET', KEYS[1], 'state', 'running', 'attempt', attempt, 'failures', 
 if ARGV[13] ~= '' then redis.call('HSET', KEYS[1], 'max_failures', ARGV[13]) end
 if ARGV[14] ~= 'continue' then redis.call('HSET', KEYS[1], 'on_disconnect', ARGV[14]) end
 redis.call('ZADD', KEYS[4], now, id)
+account(id, ARGV[10], 'running')
 if ARGV[11] ~= '0' then redis.call('ZADD', KEYS[5], ARGV[11], id) end
 
 redis.call('DEL', KEYS[2])

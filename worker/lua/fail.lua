@@ -13,7 +13,7 @@
 
 local id, now = ARGV[3], now_ms()
 local job = fields(KEYS[1], 'state', 'attempt', 'stream', 'entry', 'model', 'priority', 'cancel', 'deadline',
-  'offset', 'last', 'idem', 'failures', 'mark', 'max_failures')
+  'offset', 'last', 'idem', 'failures', 'mark', 'max_failures', 'tenant')
 if job.state ~= 'running' or job.attempt ~= ARGV[4] then return '' end
 
 unqueue(job.stream, job.entry)
@@ -33,4 +33,6 @@ local due = now + math.floor(tonumber(ARGV[13]) * bound)
 redis.call('HSET', KEYS[1], 'state', 'waiting', 'due', due)
 redis.call('HDEL', KEYS[1], 'owner', 'claimed', 'stream', 'entry')
 redis.call('ZADD', P .. ':delay', due, id)
+redis.call('ZADD', P .. ':live:' .. job.model, due, id)
+account(id, job.tenant, 'waiting')
 return 'waiting'

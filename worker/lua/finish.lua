@@ -12,7 +12,7 @@
 
 local id, attempt, state, now = ARGV[3], ARGV[4], ARGV[5], now_ms()
 local job = fields(KEYS[1], 'state', 'attempt', 'offset', 'last', 'idem', 'stream', 'entry', 'cancel', 'deadline',
-  'finished_by')
+  'finished_by', 'model', 'tenant')
 local final, reason = ARGV[11], ARGV[12]
 if state == 'cancelled' and not job.cancel and past(job.deadline, now) then
   state, final, reason = 'expired', '', 'expired'

@@ -14,7 +14,7 @@ local function examine(stream, entry)
   local id = found and found[2][2] or ''
   if known[id] then return end
   local job = fields(job_key(id), 'state', 'owner', 'stream', 'entry', 'model', 'priority', 'cancel',
-    'deadline', 'attempt', 'offset', 'last', 'idem')
+    'deadline', 'attempt', 'offset', 'last', 'idem', 'tenant', 'submitted')
   unqueue(stream, entry)
   if job.state == 'running' and job.owner == ARGV[3] and job.stream == stream and job.entry == entry then
     put_back(id, job, now, ARGV[4], ARGV[5])

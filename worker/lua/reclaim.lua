@@ -11,7 +11,7 @@
 
 local now, limit, moved = now_ms(), tonumber(ARGV[4]), 0
 local names = { 'state', 'stream', 'entry', 'lease', 'model', 'priority', 'cancel', 'deadline', 'offset', 'last',
-  'idem', 'failures', 'mark', 'max_failures', 'attempt', 'owner' }
+  'idem', 'failures', 'mark', 'max_failures', 'attempt', 'owner', 'tenant', 'submitted' }
 
 local function move_on(id, job)
   moved = moved + 1
