@@ -195,7 +195,16 @@ class EngineCore:
         """Compute one step; events of the choices that got something, [] when there are none.
 
         With overlap they are those of the step before; a step that computes nothing waits for it.
+        After an exception (an interrupt) the running sequences are computed again.
         """
+        try:
+            return self._step()
+        except BaseException:
+            self._flights.clear()
+            self.scheduler.restart()
+            raise
+
+    def _step(self) -> list[CoreEvent]:
         started = time.perf_counter()
         if self._compiling:
             self._take_compiled(idle=not self._accounts)

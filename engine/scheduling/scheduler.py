@@ -117,6 +117,17 @@ class Scheduler:
                 if sequence.children and sequence.num_done >= sequence.num_prompt:
                     self.waiting.release(sequence)
 
+    def restart(self) -> None:
+        """Let every running sequence wait again, its KV forgotten. Steps in flight are given up:
+        they are not completed any more."""
+        self.steps_in_flight = 0
+        for sequence in [*self.running, *self.limbo]:
+            sequence.in_flight = sequence.steps_in_flight = 0
+        for sequence in list(self.limbo):
+            self._settle(sequence)
+        for sequence in self.running[:]:
+            self._preempt(StepPlan(), sequence)
+
     @property
     def num_free_slots(self) -> int:
         """Slots that neither a running nor a waiting sequence will take."""

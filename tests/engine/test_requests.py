@@ -89,13 +89,26 @@ def test_events_of_added_requests_wait_while_generate_runs(engine):
     assert [t for event in events for t in event.token_ids] == alone
 
 
-def test_a_generate_that_is_interrupted_leaves_nothing_behind(engine, monkeypatch):
-    monkeypatch.setattr(
-        engine.core.runner, "run", lambda plan: (_ for _ in ()).throw(KeyboardInterrupt)
-    )
-    with pytest.raises(KeyboardInterrupt):
+@pytest.mark.parametrize("stage", ["launch", "collect"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_generate_that_is_interrupted_leaves_nothing_behind(
+    stage, overlap, tiny_random, monkeypatch
+):
+    engine = make(tiny_random("llama"), overlap=overlap)
+    expected = engine.generate([[4, 5]], GREEDY)[0].token_ids
+    engine.add("other", [4, 5], GREEDY)
+    events = engine.step()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(
+            engine.core.runner, stage, lambda _given: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         engine.generate([[1, 2, 3]], GREEDY)
-    assert len(engine.core._accounts._accounts) == 0
+    engine.audit()
+    while engine.has_work:
+        events += engine.step()
+        engine.audit()
+    assert [t for e in events if e.id == "other" for t in e.token_ids] == expected
+    assert engine.core.scheduler.pool.num_used == 0
 
 
 def test_a_prompt_that_the_tokenizer_refuses_fails_alone(engine, monkeypatch):
@@ -153,10 +166,19 @@ def test_a_step_that_can_never_be_prepared_ends_its_requests_and_no_others(engin
 
 
 def test_a_budget_that_shrank_does_not_shrink_while_idle(engine):
-    engine.core.runner.timing.out_of_memory = 1
+    failures = iter([torch.OutOfMemoryError("injected")])
+
+    def fail_once(point, _work, _hidden):
+        if point == "forward":
+            for error in failures:
+                raise error
+
+    engine.core.runner.fault_hook = fail_once
+    engine.generate([[1, 2, 3]], GREEDY)
+    assert engine.core.scheduler.limits.max_num_batched_tokens == 32
     for _ in range(4):
         engine.step()
-    assert engine.core.scheduler.limits.max_num_batched_tokens == 64
+    assert engine.core.scheduler.limits.max_num_batched_tokens == 32
 
 
 def test_ids_missing_in_the_middle_are_never_chosen_nor_listed(tiny_random):
