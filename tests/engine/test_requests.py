@@ -98,11 +98,12 @@ def test_a_generate_that_is_interrupted_leaves_nothing_behind(
     expected = engine.generate([[4, 5]], GREEDY)[0].token_ids
     engine.add("other", [4, 5], GREEDY)
     events = engine.step()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(
-            engine.core.runner, stage, lambda _given: (_ for _ in ()).throw(KeyboardInterrupt)
-        )
+    monkeypatch.setattr(
+        engine.core.runner, stage, lambda _given: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    with pytest.raises(KeyboardInterrupt):
         engine.generate([[1, 2, 3]], GREEDY)
+    monkeypatch.undo()
     engine.audit()
     while engine.has_work:
         events += engine.step()
