@@ -8,7 +8,9 @@ each text's tokens, and how often the likeliest token is the same as float32's.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import inspect
+import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,8 +32,10 @@ def texts() -> dict[str, str]:
     """Texts of different kinds, none of them made for this."""
     import collections
     import textwrap
-    import this
     from pydoc_data import topics
+
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints itself
+        import this
 
     pages: dict[str, str] = topics.topics
     return {
