@@ -13,7 +13,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any, cast
 
 from starlette.requests import Request
@@ -43,6 +43,8 @@ OPEN_WAIT_S = 1.0
 """A stream whose job fails within this time answers with a status instead."""
 TIERS: Mapping[str, str] = {"flex": "batch", "priority": "interactive"}
 """What `service_tier` means; any other value is the gateway's own class."""
+ALARM_SLACK_S = 0.02
+"""Deadlines are counted by the server's clock, from when it had the job."""
 MOST_LOGPROBS = 20
 """A response that is fetched again shows what alternatives there are."""
 
@@ -77,14 +79,20 @@ async def _complete(request: Request, endpoint: str) -> Response:
         shape = await _shape_of(gateway, caller, place.job_id, endpoint, asked.shape)
         return await _streamed(request, place, shape, include_usage=asked.include_usage)
     await require_model(gateway, asked.model)
-    job = await _submitted(request, caller, asked, body)
+    deadline_s = _deadline_s(request) or gateway.settings.deadline_s
+    job = await _submitted(request, caller, asked, body, deadline_s)
     note(request, job_id=job.id)
     request.state.request_id = job.id
     if asked.stream:
         return await _streamed(
-            request, Place(job.id), asked.shape, include_usage=asked.include_usage
+            request,
+            Place(job.id),
+            asked.shape,
+            include_usage=asked.include_usage,
+            deadline_s=deadline_s,
         )
-    result = await _awaited(request, job)
+    with closing(Alarm(gateway, job.id, deadline_s)):
+        result = await _awaited(request, job)
     note(request, **_counts(result))
     found = asked.shape.body(result, job_id=job.id, created_s=created_s(job.id))
     return JSONResponse(found)
@@ -99,9 +107,12 @@ def _counts(result: JobResult) -> dict[str, int]:
 
 
 async def _submitted(
-    request: Request, caller: Caller, asked: TranslatedRequest, body: Mapping[str, Any]
+    request: Request,
+    caller: Caller,
+    asked: TranslatedRequest,
+    body: Mapping[str, Any],
+    deadline_s: float | None,
 ) -> AsyncJob:
-    settings = gateway_of(request).settings
     keeps = body.get("store") is True
     on_disconnect = request.headers.get("tokenfleet-on-disconnect")
     with tracing.continuing(request.headers):
@@ -109,7 +120,7 @@ async def _submitted(
             **asked.job,
             tenant=caller.tenant,
             priority=_priority(request, caller, body),
-            deadline_s=_deadline_s(request) or settings.deadline_s,
+            deadline_s=deadline_s,
             on_disconnect=on_disconnect or ("continue" if keeps else "cancel"),
             idempotency_key=request.headers.get("idempotency-key"),
         )
@@ -150,7 +161,12 @@ def _last_seen(request: Request) -> Place | None:
 
 
 async def _streamed(
-    request: Request, place: Place, shape: ResponseShape, *, include_usage: bool
+    request: Request,
+    place: Place,
+    shape: ResponseShape,
+    *,
+    include_usage: bool,
+    deadline_s: float | None = None,
 ) -> Response:
     gateway = gateway_of(request)
     request.state.request_id = place.job_id
@@ -164,16 +180,18 @@ async def _streamed(
 
     job = gateway.client.job(place.job_id)
     completion = Completion(job, shape, place, include_usage, count)
-    source = await Peeked.open(JobFrames(gateway, completion), OPEN_WAIT_S)
+    frames = JobFrames(gateway, completion, Alarm(gateway, place.job_id, deadline_s))
+    source = await Peeked.open(frames, OPEN_WAIT_S)
     return EventStream(source, keep_alive_s=gateway.settings.keep_alive_s)
 
 
 class JobFrames:
     """A completion's frames; a job that is left before its end is told so."""
 
-    def __init__(self, gateway: Gateway, completion: Completion) -> None:
+    def __init__(self, gateway: Gateway, completion: Completion, alarm: Alarm) -> None:
         self._gateway = gateway
         self._completion = completion
+        self._alarm = alarm
         self._frames = completion.frames()
 
     def __aiter__(self) -> JobFrames:
@@ -183,9 +201,40 @@ class JobFrames:
         return await anext(self._frames)
 
     async def aclose(self) -> None:
+        self._alarm.close()
         await self._frames.aclose()
         if not self._completion.ended:
             await forsake(self._gateway, self._completion.place.job_id)
+
+
+class Alarm:
+    """Looks at a job when its deadline has come.
+
+    A job that no worker touches ends by being looked at; its readers would do so only now and then.
+    """
+
+    def __init__(self, gateway: Gateway, job_id: str, deadline_s: float | None) -> None:
+        self._reader = gateway.client.link.reader
+        self._job_id = job_id
+        self._looking: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        if deadline_s is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(deadline_s + ALARM_SLACK_S, self._ring)
+
+    def close(self) -> None:
+        """The reader has left, or the job has ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
+
+    def _ring(self) -> None:
+        self._looking = asyncio.create_task(self._look())
+
+    async def _look(self) -> None:
+        with suppress(TokenfleetError):  # its readers meet the same trouble
+            await self._reader.look(self._job_id)
 
 
 async def forsake(gateway: Gateway, job_id: str) -> None:
