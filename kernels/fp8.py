@@ -20,6 +20,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tokenfleet.kernels.backend import uses_triton
+
 FP8 = torch.float8_e4m3fn
 MAX = 448.0
 BLOCK = 128
@@ -48,6 +50,46 @@ class Fp8Scales:
     @property
     def num_bytes(self) -> int:
         return self.weight.nbytes + (0 if self.input is None else self.input.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Rows:
+    """Activations [T, K] as a product in FP8 takes them: code x scale."""
+
+    codes: Tensor
+    """[T, K]."""
+    scale: Tensor
+    """fp32 [T, G]: of each row's groups of ceil(K / G) inputs; static ones repeat one number."""
+    dtype: torch.dtype
+    """Of what they were made from, and of the product."""
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return BLOCK if self.scale.shape[1] > 1 else max(self.codes.shape[1], 1)
+
+    def wide(self) -> Tensor:
+        """The values, fp32 [T, K]."""
+        spread = self.scale.repeat_interleave(self.group, 1)[:, : self.codes.shape[1]]
+        return self.codes.float() * spread
+
+
+def quantize_inputs(x: Tensor, scales: Fp8Scales) -> Fp8Rows:
+    """x [T, K] rounded as a weight's scales say, which must not be "none"."""
+    if uses_triton(x):
+        from tokenfleet.kernels.gpu import fp8 as gpu
+
+        return gpu.quantize_inputs(x, scales)
+    return quantize_reference(x, scales)
+
+
+def quantize_reference(x: Tensor, scales: Fp8Scales) -> Fp8Rows:
+    """The specification."""
+    if scales.input is not None:
+        codes = quantize_static(x, scales.input)
+        return Fp8Rows(codes, scales.input.expand(len(x), 1), x.dtype)
+    group = BLOCK if scales.activations == "group" else None
+    return Fp8Rows(*quantize_tokens(x, group), x.dtype)
 
 
 def quantize_tokens(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
@@ -99,18 +141,16 @@ def dequantize(codes: Tensor, scales: Fp8Scales) -> Tensor:
     return codes.float() * spread.repeat_interleave(scales.columns, 1)[:, :K]
 
 
-def rounded_inputs(x: Tensor, scales: Fp8Scales) -> Tensor:
+def rounded_inputs(x: Tensor | Fp8Rows, scales: Fp8Scales) -> Tensor:
     """What the product sees of x [T, K]: rounded to FP8 and back, fp32."""
-    if scales.activations == "none":
-        return x.float()
-    if scales.input is not None:
-        return quantize_static(x, scales.input).float() * scales.input
-    group = BLOCK if scales.activations == "group" else None
-    codes, scale = quantize_tokens(x, group)
-    return codes.float() * scale.repeat_interleave(group or x.shape[1], 1)[:, : x.shape[1]]
+    if isinstance(x, Fp8Rows):
+        return x.wide()
+    return x.float() if scales.activations == "none" else quantize_reference(x, scales).wide()
 
 
-def reference(x: Tensor, codes: Tensor, scales: Fp8Scales, bias: Tensor | None = None) -> Tensor:
+def reference(
+    x: Tensor | Fp8Rows, codes: Tensor, scales: Fp8Scales, bias: Tensor | None = None
+) -> Tensor:
     """The specification: x [T, K] rounded as the scales say, times the weight; sums in fp32,
     rounded once to x's dtype."""
     out = rounded_inputs(x, scales) @ dequantize(codes, scales).t()

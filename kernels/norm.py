@@ -8,7 +8,8 @@ import struct
 import torch
 from torch import Tensor
 
-from tokenfleet.kernels.backend import DTYPE_CODES, compiled
+from tokenfleet.kernels.backend import DTYPE_CODES, compiled, uses_triton
+from tokenfleet.kernels.fp8 import Fp8Rows, Fp8Scales, quantize_reference
 
 # the argument structs of norm.cpp
 _PACK = struct.Struct("@3P6q2d").pack
@@ -21,6 +22,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.
     x [..., H] with unit stride in H; computed in fp32, rounded once to x's dtype.
     weight_offset is 1.0 for Gemma, whose checkpoints store weight - 1.
     """
+    if uses_triton(x):
+        from tokenfleet.kernels.gpu import norm as gpu
+
+        return gpu.rms_norm(x, weight, eps, weight_offset)
     library = compiled(x)
     if library is None or not _fits(x, weight):
         return reference(x, weight, eps, weight_offset)
@@ -55,6 +60,10 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual). The sum is rounded to x's dtype before the norm."""
+    if uses_triton(x):
+        from tokenfleet.kernels.gpu import norm as gpu
+
+        return gpu.add_rms_norm(x, residual, weight, eps, weight_offset)
     library = compiled(x)
     if library is None or not (
         x.dtype == residual.dtype == weight.dtype
@@ -72,6 +81,35 @@ def add_rms_norm(
         )
     )  # fmt: skip
     return out, total
+
+
+def rms_norm_fp8(
+    x: Tensor, weight: Tensor, eps: float, scales: Fp8Scales, *, weight_offset: float = 0.0
+) -> Fp8Rows:
+    """rms_norm of x [T, H], rounded as the weight that `scales` belong to takes its inputs."""
+    if uses_triton(x):
+        from tokenfleet.kernels.gpu import norm as gpu
+
+        return gpu.rms_norm_fp8(x, weight, eps, scales, weight_offset)
+    return quantize_reference(rms_norm(x, weight, eps, weight_offset=weight_offset), scales)
+
+
+def add_rms_norm_fp8(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    scales: Fp8Scales,
+    *,
+    weight_offset: float = 0.0,
+) -> tuple[Fp8Rows, Tensor]:
+    """add_rms_norm of [T, H], its norm rounded like rms_norm_fp8's."""
+    if uses_triton(x):
+        from tokenfleet.kernels.gpu import norm as gpu
+
+        return gpu.add_rms_norm_fp8(x, residual, weight, eps, scales, weight_offset)
+    normed, total = add_rms_norm(x, residual, weight, eps, weight_offset=weight_offset)
+    return quantize_reference(normed, scales), total
 
 
 def reference(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
