@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from tokenfleet.producer.protocol import Event
+from tokenfleet.producer.protocol import Choice, Event, JobResult
+from tokenfleet.worker.rules import Rules
+
+RESULT = JobResult(choices=(Choice(text="a", token_ids=(1,), finish_reason="length"),))
 
 
 async def test_a_claim_takes_no_more_than_it_asks_for_over_all_classes(lab):
@@ -78,3 +81,63 @@ async def test_two_workers_never_hold_one_job(lab):
     claimed = await asyncio.gather(*(queue.claim(7) for queue in queues for _ in range(2)))
     found = [job.id for jobs in claimed for job in jobs]
     assert sorted(found) == sorted(ids)
+
+
+async def test_nobody_claims_from_a_paused_queue_and_it_takes_jobs_all_the_same(lab):
+    rules, queue = Rules(lab.connection), await lab.queue()
+    await rules.pause("m", ["batch"])
+    waiting, urgent = await lab.submit(priority="batch"), await lab.submit()
+    assert [job.id for job in await queue.claim(9)] == [urgent]
+    assert (await lab.client().job(waiting).status()).paused
+    assert not (await lab.client().job(urgent).status()).paused
+    await rules.resume("m")
+    assert [job.id for job in await queue.claim(9)] == [waiting]
+
+
+async def test_what_comes_back_to_a_paused_queue_waits_in_it(lab):
+    rules, queue = Rules(lab.connection), await lab.queue()
+    job_id = await lab.submit()
+    (job,) = await queue.claim(1)
+    await rules.pause("m")
+    await queue.release([job], "test")
+    assert await queue.claim(1) == []
+    await rules.resume("m")
+    assert [job.id for job in await queue.claim(1)] == [job_id]
+
+
+async def test_an_idle_worker_is_woken_when_its_queue_is_resumed(lab):
+    rules, queue = Rules(lab.connection), await lab.queue()
+    await rules.pause("m")
+    await lab.submit()
+    assert await queue.claim(1) == []
+    waiting = asyncio.create_task(queue.wait(60))
+    await asyncio.sleep(0)
+    await rules.resume("m")
+    assert await waiting
+
+
+async def test_the_scaling_signal_counts_what_runs_waits_and_is_due_and_survives_a_scale_in(lab):
+    queue, model = await lab.queue(), "m"
+
+    async def signal() -> int:
+        return int(await lab.raw.zcount(lab.keys.live(model), "-inf", await lab.server_ms()))
+
+    await lab.submit(delay_s=3600)
+    assert await signal() == 0
+    due = await lab.submit(delay_s=3600)
+    await lab.raw.zadd(lab.keys.live(model), {due: 1})
+    await lab.raw.zadd(lab.keys.delay, {due: 1})
+    assert await signal() == 1
+    ids = [await lab.submit() for _ in range(3)]
+    await lab.submit(model="other")
+    assert await signal() == 4
+    first, second = await queue.claim(2)
+    await queue.emit([lab.emission(first, 0, lab.token(0))])
+    assert await signal() == 4
+    await queue.release([first], "scale-in")
+    assert await signal() == 4
+    (again,) = await queue.claim(1)
+    assert (again.id, again.offset) == (ids[0], 1)  # from its token on, not from zero
+    await queue.finish(again, [], RESULT)
+    await queue.fail(second, "c", "m", retryable=True)
+    assert await signal() == 2  # the second one's next try is not due yet

@@ -31,7 +31,7 @@ def queue_list(
 
     async def work(admin: Admin) -> int:
         rows = [asdict(depth) for depth in await admin.queues()]
-        columns = ("model", "priority", "waiting", "running", "oldest_s")
+        columns = ("model", "priority", "waiting", "running", "oldest_s", "paused")
         base.print_rows(columns, rows, output, empty="no queues yet", show=_show)
         return base.OK
 
@@ -177,8 +177,10 @@ async def _with_admin(
 
 
 def _show(column: str, value: Any) -> str:
-    if value is None:
+    if value is None or value is False:
         return ""
+    if value is True:
+        return column
     return f"{value:.1f}" if column.endswith("_s") else str(value)
 
 
