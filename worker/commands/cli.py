@@ -18,6 +18,7 @@ from tokenfleet.worker.commands import demo as cli_demo
 from tokenfleet.worker.commands import gateway as cli_gateway
 from tokenfleet.worker.commands import jobs as cli_jobs
 from tokenfleet.worker.commands import queues as cli_queue
+from tokenfleet.worker.commands import rules as cli_rules
 from tokenfleet.worker.commands import worker as cli_worker
 
 EXAMPLES = {
@@ -29,6 +30,9 @@ EXAMPLES = {
     "queue": "tokenfleet queue list",
     "queue list": "tokenfleet queue list -o json",
     "queue depth": "tokenfleet queue depth --model smollm2",
+    "queue limit": "tokenfleet queue limit acme --running 16 --waiting 10000",
+    "queue pause": "tokenfleet queue pause smollm2 --priority batch",
+    "queue resume": "tokenfleet queue resume smollm2",
     "dead": "tokenfleet dead list",
     "dead list": "tokenfleet dead list --limit 10",
     "dead show": "tokenfleet dead show 0199c2f0-2b7e-7c61-9d3c-0a4b5c6d7e8f.0",
@@ -69,6 +73,9 @@ def build(arguments: list[str]) -> typer.Typer:
     queue = _group("The jobs that wait and run.", app, "queue")
     _add(queue, "list", cli_queue.queue_list, "queue")
     _add(queue, "depth", cli_queue.queue_depth, "queue")
+    _add(queue, "limit", cli_rules.queue_limit, "queue")
+    _add(queue, "pause", cli_rules.queue_pause, "queue")
+    _add(queue, "resume", cli_rules.queue_resume, "queue")
     dead = _group("The jobs that were given up.", app, "dead")
     _add(dead, "list", cli_queue.dead_list, "dead")
     _add(dead, "show", cli_queue.dead_show, "dead")
