@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
+import urllib.request
+from asyncio.subprocess import PIPE
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +14,9 @@ from typing import Any
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from tokenfleet.producer import AsyncClient, SamplingParams
+from tokenfleet.producer import AsyncClient, SamplingParams, semconv
 from tokenfleet.producer.embedded import EmbeddedServer
 from tokenfleet.worker.demo.worker_process import WorkerProcess
 
@@ -70,6 +75,98 @@ async def test_a_jobs_trace_goes_from_the_producer_to_its_last_token(
     attributes = {pair.key: pair.value for pair in chat.attributes}
     assert attributes["gen_ai.usage.output_tokens"].int_value == 5
     assert "gen_ai.server.time_to_first_token" in received.metric_names()
+
+
+PRODUCER = """
+import sys
+from opentelemetry import trace
+from tokenfleet.producer import Client, SamplingParams
+from tokenfleet.worker.observing.exporters import ExportConfig, Exporters
+
+exporters = Exporters(ExportConfig(service="backend", otlp_endpoint=sys.argv[2]))
+trace.set_tracer_provider(exporters.tracer_provider)
+with trace.get_tracer("backend").start_as_current_span("handle") as span:
+    with Client(sys.argv[1], tenant="acme") as client:
+        job = client.submit(
+            model="echo", messages=[{"role": "user", "content": "hi"}], priority="interactive",
+            sampling=SamplingParams(max_tokens=5, temperature=0.5, top_p=0.9, seed=7),
+        )
+        job.result(timeout_s=60)
+print(job.id, f"{span.get_span_context().trace_id:032x}")
+assert exporters.shutdown(20)
+"""
+
+
+async def test_one_trace_holds_request_send_process_and_chat_as_documented(
+    grpc_receiver: Any, worker_of: Any
+) -> None:
+    with EmbeddedServer() as server:
+        worker = worker_of(server, otlp_endpoint=grpc_receiver.endpoint)
+        await worker.start()
+        await worker.ready()
+        producer = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", PRODUCER, server.url, grpc_receiver.endpoint, stdout=PIPE
+        )
+        said, _ = await producer.communicate()
+        assert producer.returncode == 0
+        job_id, trace_id = said.decode().split()
+        page = await asyncio.to_thread(scraped, worker.health_port)
+        assert await worker.stop() == 0
+    spans: dict[str, Any] = {}
+    wanted = {"handle", "send echo:interactive", "process echo:interactive", "chat echo"}
+    while not wanted <= spans.keys():
+        spans |= grpc_receiver.next_spans()
+    handle, send, process, chat = (
+        spans[name]
+        for name in ("handle", "send echo:interactive", "process echo:interactive", "chat echo")
+    )
+    assert {span.trace_id.hex() for span in spans.values()} == {trace_id}
+    chain = [(child.parent_span_id, parent.span_id) for parent, child in (
+        (handle, send), (send, process), (process, chat),
+    )]  # fmt: skip
+    assert all(found == expected for found, expected in chain)
+    assert (send.kind, process.kind, chat.kind) == (4, 5, 1), "PRODUCER, CONSUMER, INTERNAL"
+    for span in (send, process):
+        assert values(span)["messaging.message.id"] == job_id
+        assert values(span)["messaging.destination.name"] == "echo:interactive"
+    assert values(process)["tokenfleet.job.tenant"] == "acme"
+    assert values(process)["tokenfleet.job.state"] == "finished"
+    said_of_chat = values(chat)
+    assert said_of_chat["gen_ai.request.seed"] == 7
+    assert said_of_chat["gen_ai.request.temperature"] == 0.5
+    assert said_of_chat["gen_ai.usage.output_tokens"] == 5
+    assert said_of_chat["gen_ai.response.id"] == job_id
+    known = {value for value in vars(semconv).values() if isinstance(value, str)}
+    for span in (send, process, chat):
+        assert values(span).keys() <= known
+    traced = {
+        sample.exemplar.labels["trace_id"]
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.exemplar
+    }
+    assert traced == {trace_id}, "a scrape leads to the trace as well"
+    assert "acme" not in page
+    assert job_id not in page
+
+
+def values(span: Any) -> dict[str, Any]:
+    """Attributes as plain values."""
+    found: dict[str, Any] = {}
+    for pair in span.attributes:
+        kind = pair.value.WhichOneof("value")
+        found[pair.key] = getattr(pair.value, kind)
+    return found
+
+
+def scraped(port: int) -> str:
+    """The page as a Prometheus server asks for it."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/metrics",
+        headers={"Accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"},
+    )
+    with urllib.request.urlopen(request, timeout=20) as reply:
+        return str(reply.read().decode())
 
 
 async def test_the_jobs_of_a_batch_link_to_their_producer(
