@@ -26,7 +26,12 @@ Invariant: a line of the input has at most one line in output and error file tog
 killed and however often it is run again.
 """
 
+from tokenfleet.producer.batch.batch import Batch, find_files
 from tokenfleet.producer.batch.bodies import IGNORED
+from tokenfleet.producer.batch.check import FileReport, FileRules, Kind, Problem, check_file
+from tokenfleet.producer.batch.forms import Form
+from tokenfleet.producer.batch.output import BatchBusy
+from tokenfleet.producer.batch.progress import Glance, Progress, Summary
 from tokenfleet.producer.batch.refusals import (
     CALLERS_FAULT,
     ErrorAnswer,
@@ -41,6 +46,14 @@ from tokenfleet.producer.batch.responses import (
     ResponseShape,
     usage_of,
 )
+from tokenfleet.producer.batch.state import (
+    BatchError,
+    BatchFiles,
+    BatchRefused,
+    BatchSettings,
+    Phase,
+)
+from tokenfleet.producer.batch.tally import SlowLine
 from tokenfleet.producer.batch.translate import TranslatedRequest, translate_request
 
 __all__ = [
@@ -49,12 +62,30 @@ __all__ = [
     "COMPLETIONS",
     "ENDPOINTS",
     "IGNORED",
+    "Batch",
+    "BatchBusy",
+    "BatchError",
+    "BatchFiles",
+    "BatchRefused",
+    "BatchSettings",
     "ErrorAnswer",
+    "FileReport",
+    "FileRules",
+    "Form",
+    "Glance",
+    "Kind",
+    "Phase",
+    "Problem",
+    "Progress",
     "RequestRefused",
     "ResponseShape",
+    "SlowLine",
+    "Summary",
     "TranslatedRequest",
+    "check_file",
     "error_answer",
     "failed_answer",
+    "find_files",
     "translate_request",
     "usage_of",
 ]

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from tokenfleet.worker.commands import batch as cli_batch
+from tokenfleet.worker.commands import batch_begun as cli_batch_begun
 from tokenfleet.worker.commands import bench as cli_bench
 from tokenfleet.worker.commands import bench_peers as cli_bench_peers
 from tokenfleet.worker.commands import demo as cli_demo
@@ -27,6 +29,15 @@ EXAMPLES = {
     "stream": "tokenfleet stream 0199c2f0-2b7e-7c61-9d3c-0a4b5c6d7e8f.0 --from-offset 40",
     "result": "tokenfleet result 0199c2f0-2b7e-7c61-9d3c-0a4b5c6d7e8f.0 --timeout-s 30 -o json",
     "cancel": "tokenfleet cancel 0199c2f0-2b7e-7c61-9d3c-0a4b5c6d7e8f.0",
+    "batch": "tokenfleet batch run requests.jsonl",
+    "batch run": "tokenfleet batch run requests.jsonl --skip-invalid --ordered",
+    "batch validate": "tokenfleet batch validate requests.jsonl -o json",
+    "batch submit": "tokenfleet batch submit prompts.jsonl --model smollm2 --max-tokens 64",
+    "batch status": "tokenfleet batch status requests.output.jsonl",
+    "batch watch": "tokenfleet batch watch requests.output.jsonl",
+    "batch results": "tokenfleet batch results requests.output.jsonl -o json",
+    "batch cancel": "tokenfleet batch cancel requests.output.jsonl",
+    "batch resume": "tokenfleet batch resume requests.output.jsonl",
     "queue": "tokenfleet queue list",
     "queue list": "tokenfleet queue list -o json",
     "queue depth": "tokenfleet queue depth --model smollm2",
@@ -70,6 +81,15 @@ def build(arguments: list[str]) -> typer.Typer:
         ("cancel", cli_jobs.cancel),
     ):
         _add(app, name, command)
+    batch = _group("Files of requests, and of responses.", app, "batch")
+    _add(batch, "run", cli_batch.batch_run, "batch")
+    _add(batch, "validate", cli_batch.batch_validate, "batch")
+    _add(batch, "submit", cli_batch.batch_submit, "batch")
+    _add(batch, "status", cli_batch_begun.batch_status, "batch")
+    _add(batch, "watch", cli_batch_begun.batch_watch, "batch")
+    _add(batch, "results", cli_batch_begun.batch_results, "batch")
+    _add(batch, "cancel", cli_batch_begun.batch_cancel, "batch")
+    _add(batch, "resume", cli_batch_begun.batch_resume, "batch")
     queue = _group("The jobs that wait and run.", app, "queue")
     _add(queue, "list", cli_queue.queue_list, "queue")
     _add(queue, "depth", cli_queue.queue_depth, "queue")

@@ -1,0 +1,297 @@
+"""Runs a batch: feed lines into the queue, collect what has ended, until every line is done.
+
+One loop does both in turn, so nothing is in two hands at once. At most `in_flight` jobs are on
+their way: the queue, this process and Redis hold no more of the file than that.
+
+Invariant: a line is fed only while the output does not have it, and always under the same job id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TypeVar
+
+from tokenfleet.producer.batch.check import BatchLine, Checker, Problem
+from tokenfleet.producer.batch.keeper import Keeper
+from tokenfleet.producer.batch.lines import line_at, read_lines
+from tokenfleet.producer.batch.output import Output
+from tokenfleet.producer.batch.progress import Progress, Rates, Summary, summary_of
+from tokenfleet.producer.batch.records import refusal_of
+from tokenfleet.producer.batch.remote import AT_ONCE, Flight, Look, Remote
+from tokenfleet.producer.batch.state import BatchFiles, BatchState, Phase
+from tokenfleet.producer.batch.tally import Tally
+from tokenfleet.producer.errors import BrokerUnavailable
+from tokenfleet.producer.states import State
+
+IN_FLIGHT = 4096
+PATIENCE_S = 300.0
+WRITE_DOWN_EVERY_S = 2.0
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.5
+_AWAY_PAUSE_S = 1.0
+_MOST_FULL_PAUSE_S = 60.0
+_NO_TIME_S = 0.001
+
+Found = TypeVar("Found")
+
+
+class Runner:
+    """One run over one batch. The output is open, and stays its caller's to close."""
+
+    def __init__(
+        self,
+        files: BatchFiles,
+        state: BatchState,
+        output: Output,
+        remote: Remote,
+        *,
+        in_flight: int = IN_FLIGHT,
+        patience_s: float = PATIENCE_S,
+        on_progress: Callable[[Progress], object] | None = None,
+    ) -> None:
+        self.state = state
+        self.resubmitted = 0
+        self._files = files
+        self._output = output
+        self._remote = remote
+        self._in_flight = in_flight
+        self._patience_s = patience_s
+        self._on_progress = on_progress
+        self._keeper = Keeper(output, state)
+        self._flights: dict[int, Flight] = {}
+        self._pending: list[BatchLine] = []
+        self._lost: list[BatchLine] = []
+        self._checker = Checker(state.rules)
+        self._source = self._read()
+        self._exhausted = False
+        self._full_until = 0.0
+        self._note: str | None = None
+        self._rates = Rates(time.monotonic())
+        self._tokens_before = output.tally.completion_tokens
+        self._last = Look()
+        self._written_down = 0.0
+
+    async def run(self) -> Phase:
+        """Feed and collect until all lines are done, or the end is asked for: how it ended."""
+        pause_s = SHORTEST_PAUSE_S
+        while True:
+            fed = await self._patiently(self._feed)
+            ended = await self._patiently(self._collect)
+            await self._look_back()
+            if self._output.tally.done == self.state.lines:
+                return Phase.COMPLETED
+            if self._files.cancel.exists():
+                await self._patiently(self._cancel)
+                return Phase.CANCELLED
+            pause_s = pause_s / 2 if ended else min(LONGEST_PAUSE_S, pause_s * 1.5)
+            pause_s = max(SHORTEST_PAUSE_S, pause_s)
+            if not fed:
+                await asyncio.sleep(pause_s)
+
+    async def submit(self) -> Phase:
+        """Feed every line, and leave it to others to collect."""
+        while not self._exhausted or self._pending:
+            fed = await self._patiently(self._feed)
+            self._flights.clear()
+            await self._look_back()
+            if self._files.cancel.exists():
+                return Phase.CANCELLED
+            if not fed:
+                await asyncio.sleep(max(SHORTEST_PAUSE_S, self._full_until - time.monotonic()))
+        return Phase.SUBMITTED
+
+    async def look_once(self) -> None:
+        """Collect what has ended by now; submit nothing."""
+        async for flights in self._all_flights():
+            self._last = Look()
+            while flights:
+                look = await self._remote.look(flights)
+                await asyncio.to_thread(self._keeper.ended, look.ended)
+                self._last.add(look)
+                whole = look.seen == len(flights)
+                seen = {flight.line for flight, _ in look.ended}
+                flights = [] if whole else [f for f in flights if f.line not in seen]
+            await self._look_back()
+
+    async def cancel(self) -> None:
+        """Ask for the end of every job whose line is not done."""
+        async for flights in self._all_flights():
+            await self._remote.cancel(flights)
+
+    async def finish(self) -> None:
+        """Force what is written to the disk, and let go of it in Redis."""
+        await self._let_go(await asyncio.to_thread(self._keeper.sync, at_once=True))
+
+    async def _feed(self) -> bool:
+        """Send lines while there is room; whether any was accepted."""
+        now = time.monotonic()
+        if now < self._full_until:
+            return False
+        lines = self._lost or self._pending or await self._next_lines()
+        if not lines:
+            return False
+        sent = await self._remote.send(lines, self._left_s())
+        if self._lost:
+            self._lost = sent.refused
+        else:
+            self._pending = sent.refused
+        self._full_until = now + min(sent.retry_after_s, _MOST_FULL_PAUSE_S)
+        self._note = "the queue is full" if sent.refused else None
+        self._flights.update({line.number: self._remote.flight(line) for line in sent.accepted})
+        return bool(sent.accepted)
+
+    async def _next_lines(self) -> list[BatchLine]:
+        room = self._in_flight - len(self._flights)
+        if room <= 0 or self._keeper.full:
+            return []
+        self._pending = await asyncio.to_thread(self._take, min(room, AT_ONCE))
+        return self._pending
+
+    def _take(self, count: int) -> list[BatchLine]:
+        """The next lines to submit; refused ones go to the error file at once."""
+        lines: list[BatchLine] = []
+        for judged in self._source:
+            if isinstance(judged, Problem):
+                self._keeper.keep(refusal_of(self.state.id, judged))
+            else:
+                lines.append(judged)
+            if len(lines) == count:
+                return lines
+        self._exhausted = True
+        return lines
+
+    def _read(self) -> Iterator[BatchLine | Problem]:
+        """Every line that is not done, in order."""
+        done, longest = self._output.done, self.state.rules.max_line_bytes
+        for raw in read_lines(self._files.input, max_line_bytes=longest):
+            is_done = bool(done[raw.number])
+            judged = self._checker.line(raw, translated=not is_done)
+            if judged is not None and not is_done:
+                yield judged
+
+    async def _all_flights(self) -> AsyncIterator[list[Flight]]:
+        """The jobs of all lines that are not done, sent or not."""
+        while not self._exhausted:
+            lines = await asyncio.to_thread(self._take, AT_ONCE)
+            yield [self._remote.flight(line) for line in lines]
+
+    async def _collect(self) -> int:
+        """Write what has ended; how many lines that were."""
+        flights = list(self._flights.values())
+        if self._keeper.full:
+            flights = [self._flights[min(self._flights)]] if self._flights else []
+        found, ended = Look(), 0
+        for start in range(0, len(flights), AT_ONCE):
+            look = await self._remote.look(flights[start : start + AT_ONCE])
+            await asyncio.to_thread(self._keeper.ended, look.ended)
+            for flight, _ in look.ended:
+                del self._flights[flight.line]
+            ended += len(look.ended)
+            look.ended = []
+            found.add(look)
+        self._last = found
+        if found.gone:
+            await asyncio.to_thread(self._take_up_again, found.gone)
+        if found.waiting and self._left_s() == _NO_TIME_S:
+            await self._remote.expire(list(self._flights.values())[:AT_ONCE])
+        return ended
+
+    def _take_up_again(self, gone: Sequence[Flight]) -> None:
+        """Jobs that Redis has lost are submitted once more."""
+        longest = self.state.rules.max_line_bytes
+        for flight in gone:
+            del self._flights[flight.line]
+            raw = line_at(self._files.input, flight.line, flight.offset, max_line_bytes=longest)
+            self._lost.append(self._checker.again(raw))
+        self.resubmitted += len(gone)
+
+    async def _cancel(self) -> None:
+        """End what is on its way; results that came before are still written."""
+        flights = list(self._flights.values())
+        await self._remote.cancel(flights)
+        for start in range(0, len(flights), AT_ONCE):
+            look = await self._remote.look(flights[start : start + AT_ONCE])
+            finished = [(f, job) for f, job in look.ended if job.state is not State.CANCELLED]
+            await asyncio.to_thread(self._keeper.ended, finished)
+
+    async def _patiently(self, call: Callable[[], Awaitable[Found]]) -> Found:
+        """Call again while Redis is away, for patience_s. Raises BrokerUnavailable after that."""
+        give_up = time.monotonic() + self._patience_s
+        while True:
+            try:
+                found = await call()
+            except BrokerUnavailable:
+                if time.monotonic() >= give_up:
+                    raise
+                self._note = "Redis is away"
+                await self._look_back()
+                await asyncio.sleep(_AWAY_PAUSE_S)
+            else:
+                self._note = None if self._note == "Redis is away" else self._note
+                return found
+
+    def _left_s(self) -> float | None:
+        """Until the completion window closes; at least a moment, as a deadline must be."""
+        window_s = self.state.settings.window_s
+        if window_s is None:
+            return None
+        return max(_NO_TIME_S, self.state.created_ms / 1000 + window_s - time.time())
+
+    async def _look_back(self) -> None:
+        """Sync, let go, say how far it is."""
+        await self._let_go(await asyncio.to_thread(self._keeper.sync))
+        progress = self.progress(self.state.phase)
+        if self._on_progress is not None:
+            self._on_progress(progress)
+        now = time.monotonic()
+        if now - self._written_down >= WRITE_DOWN_EVERY_S:
+            self._written_down = now
+            self.state = replace(self.state, progress=progress.as_dict(), pid=os.getpid())
+            await asyncio.to_thread(self.state.write, self._files.state, durable=False)
+
+    async def _let_go(self, job_ids: list[str]) -> None:
+        if job_ids:
+            with suppress(BrokerUnavailable):  # they go by themselves when their time is over
+                await self._remote.collected(job_ids)
+
+    @property
+    def tally(self) -> Tally:
+        """What is in the files."""
+        return self._output.tally
+
+    def summary(self, state: BatchState) -> Summary:
+        """What the batch has come to."""
+        return summary_of(
+            state,
+            self.tally,
+            elapsed_s=time.monotonic() - self._rates.began,
+            tokens=self.tally.completion_tokens - self._tokens_before,
+            resubmitted=self.resubmitted,
+        )
+
+    def progress(self, phase: Phase) -> Progress:
+        """How far it is."""
+        tally, now = self._output.tally, time.monotonic()
+        tokens = tally.completion_tokens + self._last.tokens
+        lines_per_s, tokens_per_s = self._rates.see(now, tally.done, tokens)
+        left = self.state.lines - tally.done
+        return Progress(
+            batch=self.state.id,
+            phase=phase,
+            total=self.state.lines,
+            completed=tally.completed,
+            failed=tally.failed,
+            running=self._last.running,
+            waiting=self._last.waiting,
+            prompt_tokens=tally.prompt_tokens,
+            completion_tokens=tally.completion_tokens,
+            tokens_per_s=round(tokens_per_s, 1),
+            lines_per_s=round(lines_per_s, 1),
+            elapsed_s=round(now - self._rates.began, 1),
+            left_s=round(left / lines_per_s, 1) if lines_per_s > 0 else None,
+            note=self._note,
+        )

@@ -1,0 +1,130 @@
+"""What the batch commands share: options, opening, running, and which outcome is which exit code.
+
+0 all lines completed, 1 some failed or are left, 2 the input may not run, 3 Redis is away, 4 the
+time was up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
+
+import typer
+
+from tokenfleet.worker.commands import base
+from tokenfleet.worker.commands.base import Output
+
+if TYPE_CHECKING:
+    from tokenfleet.producer.batch import Batch, Problem, Summary
+    from tokenfleet.producer.client import AsyncClient
+
+Found = TypeVar("Found")
+
+Begun = Annotated[
+    Path,
+    typer.Argument(help="Output file of a batch that was begun, or its input.", show_default=False),
+]
+InFlight = Annotated[int, typer.Option(min=1, help="Most jobs on their way at once.")]
+PatienceS = Annotated[float, typer.Option(min=0, help="How long Redis may be away.")]
+TimeoutS = Annotated[
+    float | None, typer.Option(min=0, help="Stop after this long; `resume` goes on.")
+]
+Plain = Annotated[bool, typer.Option("--plain", help="Lines even on a terminal.")]
+
+
+async def run_batch(
+    batch: Batch,
+    client: AsyncClient,
+    output: Output,
+    *,
+    in_flight: int,
+    patience_s: float,
+    timeout_s: float | None,
+    plain: bool,
+) -> int:
+    from tokenfleet.worker.commands.batch_view import shown
+
+    try:
+        with shown(batch.state.lines, plain=plain) as view:
+            async with asyncio.timeout(timeout_s):
+                summary = await batch.run(
+                    client, on_progress=view.show, in_flight=in_flight, patience_s=patience_s
+                )
+    except TimeoutError:
+        raise TimeoutError(_go_on(batch)) from None
+    except asyncio.CancelledError:
+        base.note(_go_on(batch))
+        raise
+    return print_summary(summary, output)
+
+
+def _go_on(batch: Batch) -> str:
+    return f"not at its end; go on with: tokenfleet batch resume {batch.files.output}"
+
+
+async def with_client(
+    work: Callable[[AsyncClient], Awaitable[int]], redis_url: str, namespace: str
+) -> int:
+    from tokenfleet.producer.client import AsyncClient
+
+    async with AsyncClient(
+        redis_url, namespace=namespace, connect_timeout_s=base.CONNECT_TIMEOUT_S
+    ) as client:
+        return await work(client)
+
+
+def opened(path: Path, output: Output) -> Batch:
+    from tokenfleet.producer.batch import Batch, find_files
+
+    return checked(lambda: Batch.open(find_files(path)), output)
+
+
+def checked(call: Callable[[], Found], output: Output) -> Found:
+    """The call's answer; what is wrong with a batch or a file is exit code 2."""
+    from tokenfleet.producer.batch import BatchError, BatchRefused
+    from tokenfleet.producer.errors import InvalidJob
+
+    try:
+        return call()
+    except BatchRefused:
+        raise
+    except (BatchError, InvalidJob) as error:
+        base.fail(error, output)
+    except OSError as error:
+        unreadable(Path(error.filename or "?"), error, output)
+
+
+def unreadable(path: Path, error: OSError, output: Output) -> NoReturn:
+    base.say_error("Unreadable", f"{path} cannot be read: {error.strerror}", output)
+    raise typer.Exit(base.BAD_INPUT) from None
+
+
+def sentence(problem: Problem) -> str:
+    where = "file" if problem.line is None else f"line {problem.line}"
+    which = "" if problem.custom_id is None else f" [{problem.custom_id}]"
+    level = "warning: " if problem.kind == "warning" else ""
+    return f"{where}{which}: {level}{problem.code}: {problem.message}"
+
+
+def print_glance(batch: Batch, output: Output) -> None:
+    from tokenfleet.worker.commands.batch_view import glance_rows
+
+    found = batch.glance()
+    if output is Output.JSON:
+        base.print_json(found.as_dict())
+        return
+    for name, value in glance_rows(found):
+        typer.echo(f"{name:10} {value}")
+
+
+def print_summary(summary: Summary, output: Output) -> int:
+    from tokenfleet.worker.commands.batch_view import summary_rows
+
+    if output is Output.JSON:
+        base.print_json(summary.as_dict())
+    else:
+        for name, value in summary_rows(summary):
+            typer.echo(f"{name:10} {value}")
+    return base.SOME_FAILED if summary.failed or summary.left else base.OK
