@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
+from tokenfleet.engine.stats import StepStats
 from tokenfleet.worker.broker import BROKER_ERRORS, Broker
 from tokenfleet.worker.queue import JobQueue
 
@@ -62,6 +63,35 @@ class Presence:
                 self.registered = True
                 self._on_registered()
             await asyncio.sleep(HEARTBEAT_S)
+
+
+class Pace:
+    """What the engine does, between one look and the next.
+
+    Args:
+        latest: the engine's last step, with totals since its start.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, latest: Callable[[], StepStats], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._latest = latest
+        self._clock = clock
+        self._seen: tuple[float, int] | None = None
+
+    def figures(self) -> dict[str, float]:
+        """tokens_per_s since the last look, and kv_usage where there are blocks."""
+        stats, now = self._latest(), self._clock()
+        total = stats.decode_tokens_total
+        before, self._seen = self._seen, (now, total)
+        found: dict[str, float] = {}
+        if before is not None and now > before[0]:
+            made = total - before[1] if total >= before[1] else total  # another engine counts anew
+            found["tokens_per_s"] = round(made / (now - before[0]), 2)
+        if stats.blocks_total:
+            found["kv_usage"] = round(stats.blocks_used / stats.blocks_total, 4)
+        return found
 
 
 class StartFigures:

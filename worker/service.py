@@ -38,7 +38,7 @@ from tokenfleet.worker.lease import LeaseKeeper
 from tokenfleet.worker.observing.queue_watch import QueueWatch
 from tokenfleet.worker.observing.telemetry import Telemetry
 from tokenfleet.worker.prepare import Preparer
-from tokenfleet.worker.presence import Presence, StartFigures
+from tokenfleet.worker.presence import Pace, Presence, StartFigures
 from tokenfleet.worker.publisher import Publisher
 from tokenfleet.worker.queue import JobQueue
 from tokenfleet.worker.reaper import Reaper
@@ -185,6 +185,7 @@ class WorkerService:
         self.telemetry.watch(
             ready=lambda: not self.not_ready(), broker=lambda: self._broker.reachable
         )
+        self._pace = Pace(lambda: self.telemetry.last_step)
         self._presence = Presence(
             self._queue, self._broker, about=self._about, on_registered=self._registered
         )
@@ -306,6 +307,7 @@ class WorkerService:
             "owned": len(self.roster),
             "engine": "ready" if self._host.ready else "starting",
             "draining": int(self._stop.is_set()),
+            **self._pace.figures(),
         }
 
     def _listen_to_signals(self) -> None:

@@ -155,6 +155,11 @@ class Instruments:
 
     # the engine
 
+    @property
+    def last_step(self) -> StepStats:
+        """What the engine last said; all zero before its first step."""
+        return self._last
+
     def step(self, stats: StepStats) -> None:
         self._last = stats
         self._histograms.step.record(stats.step_s, self._labels)

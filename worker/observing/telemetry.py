@@ -240,6 +240,11 @@ class Telemetry:
         """
         self._instruments.step(stats)
 
+    @property
+    def last_step(self) -> StepStats:
+        """What the engine last said; all zero before its first step."""
+        return self._instruments.last_step
+
     def engine_restarted(self) -> None:
         self._instruments.engine_restarted()
 
