@@ -32,6 +32,7 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FUNCTIONS = (
     "tf_rms_norm",
     "tf_sample",
+    "tf_logsumexp",
     "tf_add_rms_norm",
     "tf_silu_mul",
     "tf_gelu_tanh_mul",

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokenfleet.engine.request import Logprobs
+from tokenfleet.kernels.logsumexp import logsumexp
 from tokenfleet.kernels.sampling import best_of
 
 
@@ -29,19 +30,20 @@ class Report:
 
 
 def look_up(
-    logprobs: Tensor, chosen: Tensor, wanted: NDArray[np.int64], unknown: Tensor | None
+    logits: Tensor, chosen: Tensor, wanted: NDArray[np.int64], unknown: Tensor | None
 ) -> Report:
-    """List rows of log probabilities [R, V] (overwritten).
+    """List log probabilities of rows of logits fp32 [R, V] (overwritten).
 
     The chosen token [R] is always in; then the best ones, without ids that the tokenizer does not
     have (`unknown`).
     """
-    own = logprobs.gather(1, chosen[:, None])[:, 0]
+    norm = logsumexp(logits)
+    own = logits.gather(1, chosen[:, None])[:, 0] - norm
     most = int(wanted.max())
     if unknown is not None:
-        logprobs.index_fill_(1, unknown, -np.inf)
-    best, ids = best_of(logprobs, most) if most else (logprobs[:, :0], logprobs[:, :0].long())
-    return Report(wanted, (chosen, own, best, ids))
+        logits.index_fill_(1, unknown, -np.inf)
+    best, ids = best_of(logits, most) if most else (logits[:, :0], logits[:, :0].long())
+    return Report(wanted, (chosen, own, best - norm[:, None], ids))
 
 
 def as_dicts(wanted: NDArray[np.int64], tensors: Sequence[Tensor]) -> list[Logprobs]:

@@ -55,13 +55,15 @@ class Sampler:
         self._slots = slots
         self._unknown = unknown
         self._send = transfers.send
+        self._spare: Tensor | None = None
+        """Memory for raw logits: fresh pages for them would cost more than writing them."""
 
     def __call__(self, logits: Tensor, slots: Ids, ends: Ids, newest: Tensor) -> Sampled:
         """Sample from logits fp32 [R, V] (overwritten) for sequences of `ends` [R] tokens, of which
         `newest` int64 [R] are the last ones."""
         p = self._params
         raw_rows = np.flatnonzero((p.logprobs[slots] >= 0) & ~p.processed[slots])
-        raw = self._picked(logits, raw_rows).log_softmax(-1) if raw_rows.size else None
+        raw = self._kept(logits, raw_rows) if raw_rows.size else None
         if self._unknown is not None:
             logits.index_fill_(1, self._unknown, -torch.inf)
         poisoned = ~torch.isfinite(logits.amax(-1))
@@ -166,14 +168,23 @@ class Sampler:
         return found
 
     def _processed(self, logits: Tensor, slots: Ids, ends: Ids, rows: Ids) -> Tensor:
-        """Log probabilities after every filter; a greedy row's are those before the argmax."""
+        """Logits after every filter; a greedy row's are those before the argmax."""
         final = self._picked(logits, rows).clone()
         drawn = np.flatnonzero(~self._params.greedy[slots[rows]])
         if drawn.size:
             params = self._rows(slots[rows[drawn]], ends[rows[drawn]])
             where = self._send(drawn)
             final[where] = warp(final[where], params)
-        return final.log_softmax(-1)
+        return final
+
+    def _kept(self, logits: Tensor, rows: Ids) -> Tensor:
+        """A copy of some rows as the model made them, until the next call."""
+        if self._spare is None or self._spare.shape[0] < len(rows):
+            self._spare = torch.empty_like(logits)
+        kept = self._spare[: len(rows)]
+        if len(rows) == logits.shape[0]:
+            return kept.copy_(logits)
+        return torch.index_select(logits, 0, self._send(rows), out=kept)
 
     def _picked(self, values: Tensor, rows: Ids) -> Tensor:
         """Some rows of [R, ...]; the tensor itself where they are all."""
