@@ -163,7 +163,8 @@ class FleetReader:
         for partition in partitions:
             keys = self._keys(partition)
             queues = [keys.queue(model, priority) for priority in PRIORITIES]
-            if await self._execute("EXISTS", *queues):
+            backlogs = [keys.backlogs(model, priority) for priority in PRIORITIES]
+            if await self._execute("EXISTS", *queues, *backlogs):
                 return True
         return model in {said.get("model") for said in (await self._lines(partitions)).values()}
 
@@ -384,10 +385,10 @@ def _worker_line(name: str, said: Mapping[str, str], now_ms: int) -> WorkerLine:
     """What a worker says, read with care: it may be of another version."""
     state = said.get("engine", "ready")
     return WorkerLine(
-        worker=name,
-        model=said.get("model", ""),
-        host=said.get("host", ""),
-        state="draining" if said.get("draining", "0") not in ("0", "") else state,
+        worker=_printable(name),
+        model=_printable(said.get("model", "")),
+        host=_printable(said.get("host", "")),
+        state="draining" if said.get("draining", "0") not in ("0", "") else _printable(state),
         slots=int(_number(said.get("slots")) or 0),
         running=int(_number(said.get("running")) or 0),
         owned=int(_number(said.get("owned")) or 0),
@@ -395,6 +396,11 @@ def _worker_line(name: str, said: Mapping[str, str], now_ms: int) -> WorkerLine:
         kv_usage=_number(said.get("kv_usage")),
         seen_s=max(0.0, (now_ms - (_number(said.get("seen")) or now_ms)) / 1000),
     )
+
+
+def _printable(text: str) -> str:
+    """What may be shown on a terminal or a page of a text that anybody may have written."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[:128])
 
 
 def _number(value: str | None) -> float | None:

@@ -21,6 +21,7 @@ from tokenfleet.worker.commands import gateway as cli_gateway
 from tokenfleet.worker.commands import jobs as cli_jobs
 from tokenfleet.worker.commands import queues as cli_queue
 from tokenfleet.worker.commands import rules as cli_rules
+from tokenfleet.worker.commands import top as cli_top
 from tokenfleet.worker.commands import worker as cli_worker
 
 EXAMPLES = {
@@ -49,6 +50,7 @@ EXAMPLES = {
     "dead show": "tokenfleet dead show 0199c2f0-2b7e-7c61-9d3c-0a4b5c6d7e8f.0",
     "dead replay": "tokenfleet dead replay --all",
     "doctor": "tokenfleet doctor --redis-url redis://localhost:6379/0",
+    "top": "tokenfleet top --interval-s 1",
     "gateway": "tokenfleet gateway --port 8000 --keys-file keys.toml",
     "demo": "tokenfleet demo",
     "bench": "tokenfleet bench engine -n 8",
@@ -101,6 +103,7 @@ def build(arguments: list[str]) -> typer.Typer:
     _add(dead, "show", cli_queue.dead_show, "dead")
     _add(dead, "replay", cli_queue.dead_replay, "dead")
     _add(app, "doctor", cli_queue.doctor)
+    _add(app, "top", cli_top.top)
     _add(app, "gateway", cli_gateway.gateway, settings=cli_gateway.PASS_ON)
     _add(app, "demo", cli_demo.demo)
     bench = _group("What this machine does, in figures.", app, "bench")

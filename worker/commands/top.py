@@ -1,0 +1,179 @@
+"""`tokenfleet top`: the fleet as it is now, again and again.
+
+The figures are those of the gateway's status page: both ask producer/fleet.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenfleet.worker.commands import base
+from tokenfleet.worker.commands.base import Namespace, Output, OutputOption, RedisUrl
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tokenfleet.producer.fleet import FleetReader, FleetStatus, QueueDepth, WorkerLine
+
+STALE_S = 10.0
+"""A worker that was not seen for this long has missed two heartbeats."""
+
+
+def top(
+    once: Annotated[bool, typer.Option("--once", help="One look, then end.")] = False,
+    interval_s: Annotated[float, typer.Option(min=0.1, help="Between two looks.")] = 2.0,
+    redis_url: RedisUrl = base.DEFAULT_URL,
+    namespace: Namespace = base.DEFAULT_NAMESPACE,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Watch workers, queues and throughput. Without a terminal: one look, as with --once.
+
+    With -o json each look is one line, for as long as somebody reads.
+    """
+    live = output is Output.TEXT and sys.stdout.isatty() and not once
+    repeats = live or (output is Output.JSON and not once)
+    base.run(_watch(redis_url, namespace, output, interval_s if repeats else None, live), output)
+
+
+async def _watch(
+    redis_url: str, namespace: str, output: Output, interval_s: float | None, live: bool
+) -> int:
+    async with _reader(redis_url, namespace) as reader:
+        if live:
+            assert interval_s is not None
+            await _live(reader, interval_s)
+        while not live:
+            _print(await reader.status(), output)
+            if interval_s is None:
+                break
+            await asyncio.sleep(interval_s)
+    return base.OK
+
+
+async def _live(reader: FleetReader, interval_s: float) -> None:
+    """On the terminal's other screen, until Ctrl-C. A Redis that is away is said and waited for."""
+    from rich.live import Live
+    from rich.text import Text
+
+    from tokenfleet.producer.errors import BrokerUnavailable
+
+    seen: RenderableType = Text("looking ...")
+    with Live(seen, screen=True, auto_refresh=False) as screen:
+        while True:
+            try:
+                seen = drawn(await reader.status())
+                screen.update(seen, refresh=True)
+            except BrokerUnavailable as error:
+                from rich.console import Group
+
+                warning = Text(f"\nas last seen: {error}", style="bold red")
+                screen.update(Group(seen, warning), refresh=True)
+            await asyncio.sleep(interval_s)
+
+
+@asynccontextmanager
+async def _reader(redis_url: str, namespace: str) -> AsyncIterator[FleetReader]:
+    from tokenfleet.producer.connection import Connection
+    from tokenfleet.producer.fleet import FleetReader
+
+    connection = Connection(
+        redis_url, namespace=namespace, connect_timeout_s=base.CONNECT_TIMEOUT_S
+    )
+    try:
+        await connection.ready()
+        yield FleetReader(connection)
+    finally:
+        await connection.aclose()
+
+
+def _print(status: FleetStatus, output: Output) -> None:
+    if output is Output.JSON:
+        base.print_json(as_dict(status))
+        sys.stdout.flush()
+        return
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:  # a pipe has no width: never cut a value there
+        console = Console(width=10_000)
+    console.print(drawn(status))
+
+
+def as_dict(status: FleetStatus) -> dict[str, Any]:
+    """The look as a program reads it."""
+    sums = ("tokens_per_s", "running", "waiting", "slots")
+    return {**asdict(status), "total": {name: getattr(status, name) for name in sums}}
+
+
+def drawn(status: FleetStatus) -> RenderableType:
+    """The look as a person reads it: totals, workers, queues."""
+    from rich.console import Group
+    from rich.text import Text
+
+    busy = sum(worker.running for worker in status.workers)
+    head = Text.assemble(
+        (f"{status.tokens_per_s:.0f}", "bold"), " tok/s   ",
+        (f"{busy}/{status.slots}", "bold"), " slots   ",
+        (f"{status.waiting}", "bold"), " waiting   ",
+        (f"{status.delayed}", "bold"), " delayed   ",
+        (f"{status.dead}", "bold red" if status.dead else "bold"), " dead",
+    )  # fmt: skip
+    parts: list[Any] = [head, Text(), _workers(status.workers), Text(), _queues(status.queues)]
+    return Group(*parts)
+
+
+def _workers(workers: tuple[WorkerLine, ...]) -> RenderableType:
+    from rich.text import Text
+
+    if not workers:
+        return Text("no workers", style="yellow")
+    table = _table("worker", "model", "state", "slots", "tok/s", "KV", "seen")
+    for worker in workers:
+        stale = worker.seen_s > STALE_S
+        table.add_row(
+            Text(worker.worker),
+            Text(worker.model),
+            Text(worker.state, style="" if worker.state == "ready" else "yellow"),
+            f"{worker.running}/{worker.slots}",
+            "-" if worker.tokens_per_s is None else f"{worker.tokens_per_s:.1f}",
+            "-" if worker.kv_usage is None else f"{worker.kv_usage:.0%}",
+            Text(f"{worker.seen_s:.0f} s ago", style="red" if stale else ""),
+        )
+    return table
+
+
+def _queues(queues: tuple[QueueDepth, ...]) -> RenderableType:
+    from rich.text import Text
+
+    if not queues:
+        return Text("no queues", style="yellow")
+    table = _table("model", "class", "waiting", "front", "running", "oldest", "")
+    for queue in queues:
+        table.add_row(
+            Text(queue.model),
+            queue.priority,
+            str(queue.waiting),
+            str(queue.front),
+            str(queue.running),
+            "-" if queue.oldest_s is None else f"{queue.oldest_s:.1f} s",
+            Text("paused" if queue.paused else "", style="yellow"),
+        )
+    return table
+
+
+def _table(*titles: str) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    words = {"worker", "model", "state", "class", ""}
+    for title in titles:
+        table.add_column(title, justify="left" if title in words else "right")
+    return table
