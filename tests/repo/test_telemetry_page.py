@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 from tokenfleet.producer import semconv
 from tokenfleet.worker.observing.metrics import About, Instruments
@@ -22,9 +23,10 @@ def test_every_metric_that_is_made_is_on_the_page_with_its_kind() -> None:
 
     class Spy:
         def __getattr__(self, kind: str) -> object:
-            def create(name: str, *_: object, **options: object) -> None:
+            def create(name: str, *_: object, **options: object) -> Mock:
                 suffix = "_seconds" if options.get("unit") == "s" else ""
                 made[name.replace(".", "_") + suffix] = kind.removeprefix("create_")
+                return Mock()
 
             return create
 

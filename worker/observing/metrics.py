@@ -17,6 +17,9 @@ from tokenfleet.engine.stats import StepStats
 from tokenfleet.producer import semconv
 from tokenfleet.worker.observing.instruments import GAUGES, PHASES, TOTALS, Histograms
 
+LEFT_AS = ("finished", "failed", "cancelled", "expired", "released", "lost")
+"""States in which a job leaves a worker."""
+
 Reading = Callable[[CallbackOptions], Iterable[Observation]]
 
 
@@ -53,6 +56,16 @@ class Instruments:
         }
         self._make_counters(meter)
         self._make_gauges(meter)
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """Show counters of rare events before the first: Prometheus sees only what grows."""
+        for name in TOTALS:
+            self._counters[name].add(0, self._labels)
+        for counter in (self._claimed, self._resumed, self._reclaimed, self._restarts):
+            counter.add(0, self._labels)
+        for state in LEFT_AS:
+            self._ended.add(0, {**self._labels, semconv.STATE: state})
 
     def _make_counters(self, meter: Meter) -> None:
         def counter(name: str, text: str) -> Counter:
