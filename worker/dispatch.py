@@ -230,6 +230,27 @@ class Dispatcher:
             self._take_away(job)
         await self._hand_back.give(blamed, [j for j in left if j not in blamed], why)
 
+    def make_way(self, jobs: Sequence[Job]) -> None:
+        """Put jobs back for more urgent ones that wait in the engine for their slots."""
+        for job in jobs:
+            self._telemetry.preempted(job.origin)
+            self._take_away(job)
+        self._spawn(self._hand_back.give([], jobs, "preempted", preempted=True))
+
+    async def swap(self, victims: Sequence[Job]) -> list[ClaimedJob]:
+        """Claim more urgent jobs in the places of `victims`; returns them, to be taken."""
+        return await self._hand_back.swap(victims)
+
+    def put_back(self, job: Job) -> None:
+        """A more urgent job has this one's place: it waits in Redis again."""
+        log.info(
+            "job_released", job_id=job.id, attempt=job.claimed.attempt, offset=job.logged,
+            reason="preempted",
+        )  # fmt: skip
+        self._telemetry.preempted(job.origin)
+        self._take_away(job)
+        self.leave(job, "released")
+
     def waiting_in_engine(self) -> list[Job]:
         """Jobs given to the engine that it cannot have begun: the youngest beyond its slots."""
         excess, found = -self._roster.free_slots, []

@@ -25,6 +25,7 @@ class Owner(Protocol):
 
     def lost(self, job: Job, reason: str) -> None: ...
     def leave(self, job: Job, state: str) -> None: ...
+    def put_back(self, job: Job) -> None: ...
 
 
 class HandBack:
@@ -49,15 +50,33 @@ class HandBack:
         self._owner = owner
         self._clock = clock
 
-    async def give(self, blamed: Sequence[Job], spared: Sequence[Job], why: str) -> None:
+    async def give(
+        self, blamed: Sequence[Job], spared: Sequence[Job], why: str, *, preempted: bool = False
+    ) -> None:
         """Log what the jobs have made, then hand them over: the blamed ones with a failure.
 
-        A job that ends meanwhile stays, for its end to be published.
+        A job that ends meanwhile stays, for its end to be published. `preempted`: the spared ones
+        make way for others.
         """
         async with self._publisher.still():
             blamed, spared = _unended(blamed), _unended(spared)
             await self._until_reached(lambda: self._fail(blamed, why), blamed)
-            await self._until_reached(lambda: self._release(spared, why), spared)
+            await self._until_reached(
+                lambda: self._release(spared, why, preempted=preempted), spared
+            )
+
+    async def swap(self, victims: Sequence[Job]) -> list[ClaimedJob]:
+        """Let more urgent jobs have the places of `victims`, as many as wait, and return them.
+
+        The victims that lose theirs leave with their log. Raises what the queue's swap raises.
+        """
+        async with self._publisher.still():
+            offered = _unended(victims)
+            claimed, gone = await self._queue.swap([job.claimed for job in offered])
+            for job in offered:
+                if job.id in gone:
+                    self._owner.put_back(job)
+        return claimed
 
     async def give_up_end(self, job: Job, why: str) -> None:
         """Hand over a job whose tokens Redis will not take, ended or not."""
@@ -83,9 +102,9 @@ class HandBack:
             )  # fmt: skip
             self._owner.leave(job, "failed" if state == "failed" else "released")
 
-    async def _release(self, jobs: Sequence[Job], why: str) -> None:
+    async def _release(self, jobs: Sequence[Job], why: str, *, preempted: bool = False) -> None:
         leaving = _present(jobs)
-        await self._queue.release([job.claimed for job in leaving], why)
+        await self._queue.release([job.claimed for job in leaving], why, preempted=preempted)
         for job in leaving:
             log.info(
                 "job_released", job_id=job.id, attempt=job.claimed.attempt, offset=job.logged,

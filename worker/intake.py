@@ -1,4 +1,6 @@
-"""Claims jobs for free slots, and rings no bell: an idle worker waits, a full one does nothing.
+"""Claims jobs for free slots: an idle worker waits for the bell, a full one for urgent jobs only.
+
+A full worker lets jobs that are more urgent than its batch jobs have their places.
 
 Claims are made one after the other by this loop alone. So between two of them no claim is in
 flight, and what Redis holds in our name beyond the roster is what a lost reply left behind.
@@ -8,13 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import structlog
 
 from tokenfleet.worker.broker import BROKER_ERRORS, Broker
 from tokenfleet.worker.dispatch import Dispatcher
-from tokenfleet.worker.queue import JobQueue
+from tokenfleet.worker.jobs import Job
+from tokenfleet.worker.preemption import Seats
+from tokenfleet.worker.queue import ClaimedJob, JobQueue
 from tokenfleet.worker.roster import Roster
 
 DOORBELL_S = 1.0
@@ -32,6 +36,7 @@ class Intake:
         broker: Broker,
         roster: Roster,
         dispatcher: Dispatcher,
+        seats: Seats,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -39,7 +44,10 @@ class Intake:
         self._broker = broker
         self._roster = roster
         self._dispatcher = dispatcher
+        self._seats = seats
         self._clock = clock
+        self._ask_urgent = True
+        """Whether urgent jobs may wait that this worker has not asked for since it is full."""
         self._unsure = False
         """Whether there may be jobs in our name that we do not know: after a claim whose reply did
         not come. What an earlier process of the same name left is no such job: that process died,
@@ -57,20 +65,44 @@ class Intake:
     async def run(self) -> None:
         """Claim until drained."""
         while not self.draining:
-            room = self._roster.room() if self._dispatcher.engine is not None else 0
-            if room == 0:
+            if self._dispatcher.engine is None:
                 await self._roster.change()
-            elif not await self._claim(room) and not self.draining:
-                await self._wait()
+                continue
+            if way := self._seats.to_make_way(self._roster):
+                self._dispatcher.make_way(way)
+            room = self._roster.room()
+            if room > 0:
+                self._ask_urgent = True
+                if not await self._claim(room) and not self.draining:
+                    await self._wait(self._queue.wait)
+            else:
+                await self._stay_full()
+
+    async def _stay_full(self) -> None:
+        """Swap for urgent jobs, or wait until one may be there or something changed here."""
+        victims = self._seats.victims(self._roster)
+        if not victims:
+            await self._roster.change()
+        elif self._ask_urgent:
+            self._ask_urgent = await self._swap(victims)
+        else:
+            self._ask_urgent = await self._wait(self._queue.wait_urgent)
 
     async def _claim(self, room: int) -> bool:
         """Returns whether more may be waiting."""
+        return await self._take(lambda: self._queue.claim(room), room)
+
+    async def _swap(self, victims: list[Job]) -> bool:
+        """Returns whether more may be waiting."""
+        return await self._take(lambda: self._dispatcher.swap(victims), len(victims))
+
+    async def _take(self, call: Callable[[], Awaitable[list[ClaimedJob]]], most: int) -> bool:
         asked_at = self._clock()
         try:
             if self._unsure:
                 await self._release_phantoms()
             self._unsure = True
-            claimed = await self._queue.claim(room)
+            claimed = await call()
         except BROKER_ERRORS as error:
             self._broker.away("claim", error)
             await self._broker.pause()
@@ -79,24 +111,29 @@ class Intake:
         self._broker.reached()
         self.last_claim = self._clock()
         self._dispatcher.take(claimed, asked_at)
-        return len(claimed) >= room
+        return len(claimed) >= most
 
     async def _release_phantoms(self) -> None:
         released = await self._queue.release_phantoms([job.id for job in self._roster])
         if released:
             log.warning("phantom_claims_released", jobs=sorted(released))
 
-    async def _wait(self) -> None:
-        """Until the doorbell rings, or jobs have left: one of them may be due again soon."""
-        bell = asyncio.ensure_future(self._queue.wait(DOORBELL_S))
+    async def _wait(self, ring: Callable[[float], Awaitable[bool]]) -> bool:
+        """Until a bell rings or it is time to look again, or jobs have left or begun here.
+
+        Returns False when only the latter was the case.
+        """
+        bell = asyncio.ensure_future(ring(DOORBELL_S))
         change = asyncio.ensure_future(self._roster.change())
         try:
             await asyncio.wait((bell, change), return_when=asyncio.FIRST_COMPLETED)
             if bell.done():
                 bell.result()
+            return bell.done()
         except BROKER_ERRORS as error:
             self._broker.away("doorbell", error)
             await self._broker.pause()
+            return True
         finally:
             for task in (bell, change):
                 task.cancel()

@@ -131,6 +131,14 @@ class Job:
         return sum(choice.finish_reason is None for choice in self.choices)
 
     @property
+    def computed(self) -> int:
+        """Tokens that another attempt would have to compute again; 0 before its first token."""
+        if self.first_token_at is None:
+            return 0
+        made = sum(len(choice.token_ids) for choice in self.choices)
+        return len(self.request.prompt_token_ids) + made
+
+    @property
     def suspect(self) -> bool:
         """Whether it was there when an engine died, and has not made a token since."""
         return self.claimed.failures > 0 and self.first_token_at is None

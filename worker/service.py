@@ -37,6 +37,7 @@ from tokenfleet.worker.intake import Intake
 from tokenfleet.worker.lease import LeaseKeeper
 from tokenfleet.worker.observing.queue_watch import QueueWatch
 from tokenfleet.worker.observing.telemetry import Telemetry
+from tokenfleet.worker.preemption import Seats
 from tokenfleet.worker.prepare import Preparer
 from tokenfleet.worker.presence import Pace, Presence, StartFigures
 from tokenfleet.worker.publisher import Publisher
@@ -159,7 +160,13 @@ class WorkerService:
             flushed=self.telemetry.flushed,
         )
         self._dispatcher.connect(self._publisher)
-        self._intake = Intake(self._queue, self._broker, self.roster, self._dispatcher)
+        self._intake = Intake(
+            self._queue,
+            self._broker,
+            self.roster,
+            self._dispatcher,
+            Seats(settings.max_num_seqs, settings.max_preemptions),
+        )
         self._host = EngineHost(
             self._make_engine,
             self._dispatcher,

@@ -97,6 +97,8 @@ class WorkerSettings(BaseSettings):
     """Later tokens of a job are published this often; 0 = every step."""
     prefetch: Annotated[int, Field(ge=0)] = 2
     """Jobs kept ready beyond the slots, and only while all slots are taken."""
+    max_preemptions: Annotated[int, Field(ge=0)] = 3
+    """How often one batch job may be put back for a more urgent job; 0 = never."""
     max_failures: Annotated[int, Field(ge=0)] = 3
     """Failures without progress after which a job is dead-lettered (a job may bring its own)."""
     result_ttl_s: Positive = 86_400.0

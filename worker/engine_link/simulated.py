@@ -8,7 +8,7 @@ job goes on exactly where it was.
 from __future__ import annotations
 
 import time
-from collections import deque
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -43,7 +43,7 @@ class SimulatedCore:
     sleep: Callable[[float], None] = time.sleep
     stats: StepStats = field(default_factory=StepStats)
     _running: list[_Sequence] = field(default_factory=list)
-    _waiting: deque[_Sequence] = field(default_factory=deque)
+    _waiting: list[_Sequence] = field(default_factory=list)
     _cancelled: list[CoreEvent] = field(default_factory=list)
 
     @property
@@ -81,7 +81,8 @@ class SimulatedCore:
         for choice in range(request.params.n):
             if choice not in request.ended:
                 made = len(request.resume[choice]) if choice < len(request.resume) else 0
-                self._waiting.append(_Sequence(request, choice, made, limit))
+                sequence = _Sequence(request, choice, made, limit)
+                insort(self._waiting, sequence, key=lambda one: one.request.priority)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """Drop a request, or one of its choices; nothing happens when it is not there."""
@@ -94,7 +95,7 @@ class SimulatedCore:
     def step(self) -> list[CoreEvent]:
         """One token for each running sequence, after the fixed time."""
         while self._waiting and len(self._running) < self.config.max_num_seqs:
-            self._running.append(self._waiting.popleft())
+            self._running.append(self._waiting.pop(0))
         if self._running:
             self.sleep(self.step_s)
         events, self._cancelled = self._cancelled, []

@@ -130,6 +130,7 @@ class Fleet:
         self.runs: list[asyncio.Task[int]] = []
         self._submission = Submission(self.connection)
         self._model = model
+        self.engine_kind: type[ScriptedEngine] = ScriptedEngine
         self.engine_may_start: asyncio.Event | None = None
 
     @property
@@ -165,7 +166,7 @@ class Fleet:
         )
 
     def _engine(self, slots: int) -> ScriptedEngine:
-        self.engines.append(ScriptedEngine(slots, self.engine_may_start))
+        self.engines.append(self.engine_kind(slots, self.engine_may_start))
         return self.engines[-1]
 
     async def submit(self, prompt: str = "hello", **fields: Any) -> str:
