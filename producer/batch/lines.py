@@ -42,8 +42,8 @@ def read_lines(
             if on_bytes is not None:
                 on_bytes(piece)
             size = len(piece)
-            too_long = not piece.endswith(b"\n") and size > max_line_bytes
-            if too_long:
+            too_long = len(piece.removesuffix(b"\n").removesuffix(b"\r")) > max_line_bytes
+            if too_long and not piece.endswith(b"\n"):
                 size += _skip_rest(file, on_bytes)
             yield _line(number, offset, piece, size, too_long=too_long)
             offset += size

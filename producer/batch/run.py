@@ -64,7 +64,10 @@ class Runner:
         self._keeper = Keeper(output, state)
         self._flights: dict[int, Flight] = {}
         self._pending: list[BatchLine] = []
-        self._lost: list[BatchLine] = []
+        self._queued = 0
+        """Jobs of ours that wait, as far as is known."""
+        self._freed = 0
+        """How many of them have been claimed since the queue was full."""
         self._checker = Checker(state.rules)
         self._source = self._read()
         self._exhausted = False
@@ -127,25 +130,29 @@ class Runner:
         await self._let_go(await asyncio.to_thread(self._keeper.sync, at_once=True))
 
     async def _feed(self) -> bool:
-        """Send lines while there is room; whether any was accepted."""
+        """Send lines while there is room; whether any was accepted.
+
+        While the queue is full, only as many as it has taken from us meanwhile.
+        """
         now = time.monotonic()
-        if now < self._full_until:
-            return False
-        lines = self._lost or self._pending or await self._next_lines()
+        most = AT_ONCE if now >= self._full_until else self._freed
+        lines = await self._next_lines() if most > 0 else []
         if not lines:
             return False
-        sent = await self._remote.send(lines, self._left_s())
-        if self._lost:
-            self._lost = sent.refused
-        else:
-            self._pending = sent.refused
-        self._full_until = now + min(sent.retry_after_s, _MOST_FULL_PAUSE_S)
-        self._note = "the queue is full" if sent.refused else None
+        sent = await self._remote.send(lines[:most], self._left_s())
+        self._pending = sent.refused + lines[most:]
+        self._freed = 0
+        if sent.refused:
+            self._full_until = now + min(sent.retry_after_s, _MOST_FULL_PAUSE_S)
+        self._note = "the queue is full" if time.monotonic() < self._full_until else None
+        self._queued += len(sent.accepted)
         self._flights.update({line.number: self._remote.flight(line) for line in sent.accepted})
         return bool(sent.accepted)
 
     async def _next_lines(self) -> list[BatchLine]:
         room = self._in_flight - len(self._flights)
+        if self._pending:
+            return self._pending
         if room <= 0 or self._keeper.full:
             return []
         self._pending = await asyncio.to_thread(self._take, min(room, AT_ONCE))
@@ -193,7 +200,8 @@ class Runner:
             ended += len(look.ended)
             look.ended = []
             found.add(look)
-        self._last = found
+        self._freed += max(0, self._queued - found.waiting)
+        self._last, self._queued = found, found.waiting
         if found.gone:
             await asyncio.to_thread(self._take_up_again, found.gone)
         if found.waiting and self._left_s() == _NO_TIME_S:
@@ -206,7 +214,7 @@ class Runner:
         for flight in gone:
             del self._flights[flight.line]
             raw = line_at(self._files.input, flight.line, flight.offset, max_line_bytes=longest)
-            self._lost.append(self._checker.again(raw))
+            self._pending.append(self._checker.again(raw))
         self.resubmitted += len(gone)
 
     async def _cancel(self) -> None:

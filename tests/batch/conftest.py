@@ -67,20 +67,28 @@ class Worker:
         self._queue = queue
         self._answer = answer
         self.seen: list[JobRequest] = []
+        self.held: list[ClaimedJob] = []
+        """Left running."""
 
     async def work(self) -> None:
         while True:
             jobs = await self._queue.claim(64)
-            await asyncio.gather(*(self._end(job) for job in jobs))
+            await asyncio.gather(*(self._take(job) for job in jobs))
             if not jobs:
                 await asyncio.sleep(0.005)
 
-    async def _end(self, job: ClaimedJob) -> None:
+    async def end(self, job: ClaimedJob) -> None:
+        """End a job that was left running."""
+        await self._queue.finish(job, [], result_of(job, echo(job.request)))
+
+    async def _take(self, job: ClaimedJob) -> None:
         self.seen.append(job.request)
         answer = self._answer(job.request)
-        if isinstance(answer, EventError):
+        if answer is None:
+            self.held.append(job)
+        elif isinstance(answer, EventError):
             await self._queue.finish(job, [], None, state="failed", error=answer)
-        elif answer is not None:
+        else:
             await self._queue.finish(job, [], result_of(job, answer))
 
 
@@ -97,6 +105,25 @@ def working() -> Callable[..., Any]:
         await asyncio.wait([task])
 
     return up
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory without a model: every byte is a token, and a chat is what was said."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("bytes")
+    vocab = {letter: n for n, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab={**vocab, "</s>": 256}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 256}))
+    (path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    )
+    return path
 
 
 @pytest.fixture(scope="session")
