@@ -151,6 +151,8 @@ class _Line:
         self._confirmed: dict[bytes, asyncio.Event] = {}
         self._gone: dict[bytes, asyncio.Event] = {}
         self._wanted = asyncio.Event()
+        self._losses = 0
+        """In a row, without a confirmation between them."""
         self._wire: Any = None
         self._task: asyncio.Task[None] | None = None
 
@@ -216,7 +218,7 @@ class _Line:
 
     async def _say(self, command: str, *channels: str) -> bool:
         """Send when connected. What cannot be sent now is made good by the next connection."""
-        if self._wire is None:
+        if self._wire is None or not self._wire.is_connected:
             return False
         try:
             await self._wire.send_command(command, *channels, check_health=False)
@@ -227,36 +229,36 @@ class _Line:
 
     async def _run(self) -> None:
         """Connect, subscribe, listen; on any loss once more, for ever."""
-        tries = 0
         while True:
-            wire = None
             try:
-                wire = self._make(await self._partition(lost=tries > 0))
-                await wire.connect()
-                wire.socket_timeout = None  # silence is no fault here
-                self._wire = wire
-                tries = 0
-                for channel in list(self._ears):
-                    await self._say(self._command, channel.decode())
-                while True:
-                    self._hear(await wire.read_response(push_request=True))
+                await self._listen(self._make(await self._partition()))
             except (RedisError, RedisClusterException, OSError):
                 # the reason is not lost: whoever waits meets it on the command connection
-                await asyncio.sleep(_PAUSES_S[min(tries, len(_PAUSES_S) - 1)])
-                tries += 1
-            finally:
-                self._wire = None
-                for event in self._confirmed.values():
-                    event.clear()
-                for event in self._gone.values():
-                    event.set()
-                if wire is not None:
-                    await wire.disconnect(nowait=True)
+                await asyncio.sleep(_PAUSES_S[min(self._losses, len(_PAUSES_S) - 1)])
+                self._losses += 1
 
-    async def _partition(self, *, lost: bool) -> int:
+    async def _listen(self, wire: Any) -> None:
+        """One connection, from its making to its loss."""
+        try:
+            await wire.connect()
+            wire.socket_timeout = None  # silence is no fault here
+            self._wire = wire
+            for channel in list(self._ears):
+                await self._say(self._command, channel.decode())
+            while True:
+                self._hear(await wire.read_response(push_request=True))
+        finally:
+            self._wire = None
+            for event in self._confirmed.values():
+                event.clear()
+            for event in self._gone.values():
+                event.set()
+            await wire.disconnect(nowait=True)
+
+    async def _partition(self) -> int:
         """One whose server this line is for; waits until there is one."""
         while True:
-            if self._sharded and lost:
+            if self._sharded and self._losses:
                 ears = [ear for found in self._ears.values() for ear in found]
                 await self._hub.locate({ear.partition for ear in ears})
                 await self._hand_over_strays()
@@ -283,6 +285,7 @@ class _Line:
             for subscription in self._ears.get(channel, ()):
                 subscription.push(body)
         elif kind == self._prefix + b"subscribe":
+            self._losses = 0
             for subscription in self._ears.get(channel, ()):
                 subscription.mark()
             if channel in self._confirmed:
