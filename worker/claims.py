@@ -48,6 +48,8 @@ class ClaimedJob:
     """Server's clock, as the others."""
     preempted: int = 0
     """How often it has made way for a more urgent job."""
+    by_right: bool = False
+    """It was claimed before more urgent ones, for its class's floor: it makes way for nobody."""
     stream: str = field(repr=False, default="")
     entry: str = field(repr=False, default="")
 

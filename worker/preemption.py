@@ -2,7 +2,8 @@
 
 Batch work fills what is idle; to put a batch job back costs its tokens computed so far, which the
 next attempt computes again from its log. So those go first that have least to lose, and each job
-only so often: then it stays until it is done.
+only so often: then it stays until it is done. One that was claimed for the floor of its class stays
+as well: the floor would be none if it had to make way at once.
 
 Invariant: a job makes way for a more urgent class only, and never for its own.
 """
@@ -81,7 +82,9 @@ class Seats:
         return any(self._may(job) for job in jobs)
 
     def _may(self, job: Job) -> bool:
-        return job.claimed.priority == LOWEST and job.claimed.preempted < self._most
+        claimed = job.claimed
+        may = claimed.priority == LOWEST and not claimed.by_right
+        return may and claimed.preempted < self._most
 
     def _by_loss(self, jobs: list[Job]) -> list[Job]:
         """Those that may make way: least to compute again first, then the youngest."""

@@ -38,6 +38,10 @@ class ClassOrder:
         earned = [Offer(p, due) for p, due in self._due(count).items() if due]
         return earned + [Offer(priority, count) for priority in PRIORITIES]
 
+    def earned(self, count: int) -> dict[str, int]:
+        """How many jobs of each class such a claim takes before more urgent ones."""
+        return self._due(count)
+
     def claimed(self, by_class: Mapping[str, int], *, count: int) -> None:
         """Account for a claim of up to `count` jobs that brought `by_class`.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from tokenfleet.producer.connection import Connection
@@ -132,8 +133,9 @@ class Taker:
         if next_due >= 0:
             self._next_due_ms = min(self._next_due_ms or next_due, next_due)
         self._noted(self._bell, partition, now, regrouped, keys, lasts)
+        earned = self._order.earned(count) if len(found) == count else {}
         self._order.claimed(Counter(text(raw[5]) for raw in found), count=count)
-        return len(found), await self._decode(found, now)
+        return len(found), _by_right(await self._decode(found, now), earned)
 
     async def _swap_in(
         self, partition: int, victims: Sequence[ClaimedJob]
@@ -178,3 +180,16 @@ class Taker:
 
     async def _run(self, script: Script, partition: int, keys: list[str], args: list[Any]) -> Any:
         return await self._connection.run(script, partition, keys, args, patience_s=0.0)
+
+
+def _by_right(jobs: list[ClaimedJob], earned: dict[str, int]) -> list[ClaimedJob]:
+    """The same jobs; the first `earned` ones of each class are marked: others waited meanwhile."""
+    left = Counter({priority: count for priority, count in earned.items() if count})
+    if not left:
+        return jobs
+    marked = []
+    for job in jobs:
+        mine = left[job.priority] > 0
+        left[job.priority] -= mine
+        marked.append(replace(job, by_right=True) if mine else job)
+    return marked
