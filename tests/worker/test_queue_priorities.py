@@ -71,4 +71,6 @@ async def test_a_job_that_came_because_nothing_else_waits_came_for_no_floor(lab)
     queue = await lab.queue()
     for _ in range(40):
         await lab.submit(priority="batch")
-    assert not any(job.by_right for _ in range(10) for job in await queue.claim(4))
+    claimed = [job for _ in range(10) for job in await queue.claim(4)]
+    assert len(claimed) == 40
+    assert not any(job.by_right for job in claimed)
