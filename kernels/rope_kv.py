@@ -76,12 +76,18 @@ def reference(
 ) -> Tensor:
     """The specification."""
     angles = cos_sin[batch.positions]
-    kept = (batch.slots >= 0).nonzero()[:, 0]
-    slots = batch.slots[kept]
-    block, offset = slots // pool.block_size, slots % pool.block_size
-    pool.k[block, :, offset] = _stored(_rotate(k, angles, interleaved)[kept], pool.k, pool.k_scale)
-    pool.v[block, :, offset] = _stored(v[kept], pool.v, pool.v_scale)
+    _write(pool.k, _stored(_rotate(k, angles, interleaved), pool.k, pool.k_scale), batch.slots)
+    _write(pool.v, _stored(v, pool.v, pool.v_scale), batch.slots)
     return _rotate(q, angles, interleaved).to(q.dtype)
+
+
+def _write(blocks: Tensor, values: Tensor, slots: Tensor) -> None:
+    """Rows of slot -1 write what is there already: so the host need not know how many they are."""
+    kept, at = (slots >= 0)[:, None, None], slots.clamp(min=0)
+    where = at // blocks.shape[2], slice(None), at % blocks.shape[2]
+    if blocks.dtype == FP8:
+        blocks, values = blocks.view(torch.uint8), values.view(torch.uint8)
+    blocks[where] = torch.where(kept, values, blocks[where])
 
 
 def _stored(x: Tensor, blocks: Tensor, scale: float) -> Tensor:

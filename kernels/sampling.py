@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokenfleet.kernels.backend import compiled
+from tokenfleet.kernels.backend import compiled, uses_triton
 from tokenfleet.kernels.rng import gumbel
 
 _PACK = struct.Struct("@7P2q").pack
@@ -101,6 +101,10 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     The compiled form and the reference agree but for a token whose mass lies within rounding of the
     top-p cut.
     """
+    if uses_triton(logits) and logits.dtype == torch.float32:
+        from tokenfleet.kernels.gpu import sampling as gpu
+
+        return gpu.sample(logits, rows)
     library = compiled(logits)
     if library is None or logits.dtype != torch.float32 or not logits.is_contiguous():
         return sample_reference(logits, rows)
@@ -110,6 +114,13 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     pointers = [column.data_ptr() for column in held]
     library.tf_sample(_PACK(logits.data_ptr(), *pointers, out.data_ptr(), *logits.shape))
     return out
+
+
+def sample_unread(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """`sample` without a look at any value on the host, as a CUDA graph needs it."""
+    if uses_triton(logits):
+        return sample(logits, rows)
+    return _draw_from_all(warp(logits, rows), rows.keys)
 
 
 def sample_reference(logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -185,6 +196,15 @@ def penalise(logits: Tensor, rows: PenaltyRows) -> Tensor:
     Repetition (prompt and output; Keskar et al. 2019): positive logits are divided, negative
     multiplied. Then frequency times the count and presence once, both of the output only.
     """
+    if uses_triton(logits) and logits.dtype == torch.float32 and logits.stride(1) == 1:
+        from tokenfleet.kernels.gpu import sampling as gpu
+
+        return gpu.penalise(logits, rows)
+    return penalise_reference(logits, rows)
+
+
+def penalise_reference(logits: Tensor, rows: PenaltyRows) -> Tensor:
+    """The specification of `penalise`."""
     place = torch.arange(rows.tokens.shape[1], device=logits.device)[None, :]
     known = place < rows.num_tokens[:, None]
     # positions beyond the history repeat its first token: writing equal values twice is harmless

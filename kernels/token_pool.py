@@ -47,4 +47,6 @@ def gather_reference(host_ids: Tensor, pool: Tensor, slots: Tensor, from_pool: T
 def scatter_reference(token_ids: Tensor, pool: Tensor, slots: Tensor) -> None:
     """The specification."""
     kept = slots >= 0
-    pool[slots[kept]] = token_ids[kept]
+    where = torch.where(kept, slots, 0)
+    # a difference, which is nothing for a slot of -1: no count of the others is needed on the host
+    pool.index_add_(0, where, torch.where(kept, token_ids - pool[where], 0))

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Protocol
 
 from tokenfleet.engine.config import EngineConfig
+from tokenfleet.engine.execution.buckets import Bucket, decode_buckets, mixed_buckets
+from tokenfleet.engine.execution.capture import Capture
 from tokenfleet.engine.execution.flight import Flight, Outcome
 from tokenfleet.engine.execution.placement import (
     check_quantization,
     pick_block_size,
+    pick_capture,
     pick_device,
     pick_dtype,
     pick_max_len,
@@ -19,8 +22,10 @@ from tokenfleet.engine.execution.placement import (
     pick_overlap,
 )
 from tokenfleet.engine.execution.runner import Runner
+from tokenfleet.engine.model.decoder import Decoder
 from tokenfleet.engine.model.families import read_spec
 from tokenfleet.engine.model.loader import load_decoder
+from tokenfleet.engine.model.mlp import DenseMlp
 from tokenfleet.engine.model.spec import ModelSpec
 from tokenfleet.engine.scheduling.plan import StepPlan
 from tokenfleet.engine.traffic import NO_TRAFFIC, Traffic, traffic_of
@@ -65,8 +70,14 @@ class LoadedModel:
     """Whether a step is launched before the one before it is settled."""
 
 
-def load_model(config: EngineConfig, known_tokens: Collection[int] | None = None) -> LoadedModel:
+def load_model(
+    config: EngineConfig,
+    known_tokens: Collection[int] | None = None,
+    capture: Capture | None = None,
+) -> LoadedModel:
     """Read the checkpoint, place it, and allocate its KV blocks.
+
+    capture: what steps are captured with; None = CUDA graphs on CUDA, unless enforce_eager.
 
     Raises:
         ConfigError, UnsupportedModel, CheckpointError.
@@ -88,6 +99,8 @@ def load_model(config: EngineConfig, known_tokens: Collection[int] | None = None
     )
     num_blocks = pick_num_blocks(config, decoder, block_size, max_len, device)
     overlap = pick_overlap(config, device)
+    capture = capture or pick_capture(config, device)
+    buckets = buckets_for(config, decoder) if capture is not None else []
     runner = Runner(
         decoder,
         num_slots=config.max_num_seqs,
@@ -97,6 +110,16 @@ def load_model(config: EngineConfig, known_tokens: Collection[int] | None = None
         known_tokens=known_tokens,
         device=device,
         ahead=overlap,
+        capture=capture,
+        buckets=buckets,
     )
     traffic = traffic_of(decoder)
     return LoadedModel(spec, runner, max_len, block_size, num_blocks, traffic, overlap)
+
+
+def buckets_for(config: EngineConfig, decoder: Decoder) -> list[Bucket]:
+    """The steps that are captured; none where a layer looks at its values on the host."""
+    if not all(isinstance(layer.mlp, DenseMlp) for layer in decoder.layers):
+        return []
+    mixed = mixed_buckets(config.max_num_batched_tokens, config.max_num_seqs)
+    return decode_buckets(config.max_num_seqs) + mixed

@@ -11,6 +11,7 @@ import torch
 
 from tokenfleet.engine.config import EngineConfig
 from tokenfleet.engine.errors import ConfigError
+from tokenfleet.engine.execution.capture import Capture, CudaGraphCapture
 from tokenfleet.engine.execution.dtype_memory import fastest_dtype
 from tokenfleet.engine.model.decoder import Decoder
 from tokenfleet.engine.model.spec import ModelSpec
@@ -63,6 +64,13 @@ def check_quantization(config: EngineConfig, device: torch.device) -> None:
 def pick_overlap(config: EngineConfig, device: torch.device) -> bool:
     """The configured choice; None = where a device computes beside the host."""
     return device.type == "cuda" if config.overlap is None else config.overlap
+
+
+def pick_capture(config: EngineConfig, device: torch.device) -> Capture | None:
+    """CUDA graphs where there is a CUDA device, unless they are switched off."""
+    if device.type != "cuda" or config.enforce_eager:
+        return None
+    return CudaGraphCapture(device)
 
 
 def pick_block_size(config: EngineConfig, device: torch.device) -> int:

@@ -1,6 +1,7 @@
 """Executes a plan: one forward pass, one sampling call, one outcome per chunk.
 
-A step is launched and collected later; nothing between the two waits for the device. An error in a
+A step is launched and collected later; nothing between the two waits for the device. Where graphs
+were captured a step is replayed from one, unless it is larger than all of them. An error in a
 launch costs the chunk that caused it, never the batch: the work is tried again in halves until it
 is alone. That is safe because a step only writes KV at positions it owns, and writes the same
 again.
@@ -10,12 +11,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from tokenfleet.engine.execution.batch import StepInputs, build_inputs
+from tokenfleet.engine.execution.batch import build_inputs
+from tokenfleet.engine.execution.buckets import Bucket
+from tokenfleet.engine.execution.capture import Capture
 from tokenfleet.engine.execution.flight import (
     NOT_SAMPLED,
     POISONED,
@@ -25,7 +31,8 @@ from tokenfleet.engine.execution.flight import (
     Part,
     Timing,
 )
-from tokenfleet.engine.execution.param_table import ParamTable
+from tokenfleet.engine.execution.graphs import DeviceTables, StepGraphs, fits_graph
+from tokenfleet.engine.execution.param_table import Ids, ParamTable
 from tokenfleet.engine.execution.prompt_logprobs import prompt_logprobs, wanted
 from tokenfleet.engine.execution.sampler import Sampler
 from tokenfleet.engine.execution.slots import SlotTable
@@ -37,7 +44,20 @@ from tokenfleet.kernels.token_pool import scatter_tokens
 
 FaultHook = Callable[[str, list[Chunk], Tensor | None], None]
 """Called at "copy" and "forward" (before them, no tensor) and "hidden" (the result of a forward
-pass, which may be changed)."""
+pass, which may be changed: a row for each token, in a replayed step one for each chunk)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """The last token of each of S chunks."""
+
+    slots: Ids
+    ends: Ids
+    """Tokens computed of each sequence after this step."""
+    hidden: Tensor
+    """[S, hidden size]"""
+    token_ids: Tensor
+    """int64 [S]"""
 
 
 class Runner:
@@ -47,6 +67,8 @@ class Runner:
         num_blocks: usable blocks; one more is allocated as the null block.
         known_tokens: ids that may be sampled; None = all.
         ahead: whether a step may be launched before the one before it is collected.
+        capture: what steps are captured with; None = every step is launched.
+        buckets: the steps to capture.
     """
 
     def __init__(
@@ -60,6 +82,8 @@ class Runner:
         known_tokens: Collection[int] | None,
         device: torch.device,
         ahead: bool = False,
+        capture: Capture | None = None,
+        buckets: Items[Bucket] = (),
     ) -> None:
         self.decoder = decoder
         self.device = device
@@ -70,10 +94,32 @@ class Runner:
         self.transfers = transfers_for(device)
         self.sampler = Sampler(self.params, self.slots, self.unknown, self.transfers)
         self.newest: Tensor | None = None
-        """int64 [slots]: the token sampled last for each, for steps launched before it is known."""
-        if ahead:
-            self.newest = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        """int64 [slots + 1]: the token sampled last for each, for steps launched before the host
+        knows it. The last row is spare."""
+        if ahead or capture is not None:
+            self.newest = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self.graphs: StepGraphs | None = None
         self.fault_hook: FaultHook | None = None
+        self._max_len = max_len
+        if capture is not None and buckets:
+            self._capture(capture, buckets)
+
+    @torch.inference_mode()
+    def _capture(self, capture: Capture, buckets: Items[Bucket]) -> None:
+        assert self.newest is not None
+        max_blocks = -(-self._max_len // self.slots.block_size)
+        num_slots = self.newest.shape[0] - 1
+        self.graphs = StepGraphs(
+            self.decoder,
+            self.pools,
+            buckets,
+            tables=DeviceTables(num_slots, max_blocks, self.transfers, self.device),
+            newest=self.newest,
+            unknown=self.unknown,
+            max_len=self._max_len,
+            transfers=self.transfers,
+            capture=capture,
+        )
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Flight:
@@ -119,6 +165,8 @@ class Runner:
                         self.params.admit(sequence)
                 for sequence, first in plan.grown:
                     self.slots.update_blocks(sequence, first)
+                if self.graphs is not None:
+                    self.graphs.tables.update(plan)
                 self._copy_blocks(plan.copies)
             except Exception as error:
                 if _is_fatal(error):
@@ -177,34 +225,66 @@ class Runner:
     # -- one forward pass ------------------------------------------------------------------
 
     def _attempt(self, work: list[Chunk], timing: Timing) -> Part:
+        bucket = self.graphs.pick(work) if self.graphs is not None else None
+        if self.graphs is None or bucket is None:
+            return self._launched(work, timing)
+        return self._replayed(work, timing, self.graphs, bucket)
+
+    def _launched(self, work: list[Chunk], timing: Timing) -> Part:
+        """Operation by operation."""
         inputs = build_inputs(work, self.slots, self.transfers, self.newest)
         self._fault("forward", work, None)
         hidden = self.decoder.forward(inputs.token_ids, inputs.attention, self.pools)
         self._fault("hidden", work, hidden)
         forward_done = time.perf_counter()
-        verdicts, listings = self._sample(work, inputs, hidden[inputs.last_rows])
-        listings += self._prompt_listings(work, inputs, hidden)
+        rows = inputs.last_rows
+        last = _Ends(inputs.slots, inputs.ends, hidden[rows], inputs.token_ids[rows])
+        verdicts, listings = self._sample(work, last)
+        listings += self._prompt_listings(work, inputs.first_rows, hidden)
+        part = self._part(work, verdicts, listings)
+        timing.sample_s += time.perf_counter() - forward_done
+        return part
+
+    def _replayed(
+        self, work: list[Chunk], timing: Timing, graphs: StepGraphs, bucket: Bucket
+    ) -> Part:
+        """From graphs, as far as they go."""
+        count = len(work)
+        slots, ends = graphs.fill(bucket, work, self.slots, self.params)
+        self._fault("forward", work, None)
+        graphs.forward(bucket)
+        hidden = graphs.hidden[:count]
+        self._fault("hidden", work, hidden)
+        forward_done = time.perf_counter()
+        sampling = slots[np.fromiter((chunk.samples for chunk in work), bool, count)]
+        if fits_graph(self.params, sampling):
+            graphs.sample(bucket, drawn=not self.params.greedy[sampling].all())
+            # a copy, because the next replay may come before this one's result has left
+            part = self._part(work, graphs.verdicts[:count].clone(), [])
+        else:
+            last = _Ends(slots, ends, hidden, graphs.last_ids[:count])
+            part = self._part(work, *self._sample(work, last))
+        timing.sample_s += time.perf_counter() - forward_done
+        return part
+
+    def _part(self, work: list[Chunk], verdicts: Tensor, listings: list[Listing]) -> Part:
         tensors = [tensor for listing in listings for tensor in listing.report.tensors]
         arriving = self.transfers.fetch([verdicts, *tensors])
-        timing.sample_s += time.perf_counter() - forward_done
         return Part(work, None, tuple(listings), arriving)
 
-    def _sample(
-        self, work: list[Chunk], inputs: StepInputs, last: Tensor
-    ) -> tuple[Tensor, list[Listing]]:
+    def _sample(self, work: list[Chunk], last: _Ends) -> tuple[Tensor, list[Listing]]:
         """Verdicts int64 [S], a token for each chunk that reached its sequence's end, and what is
         to be listed."""
-        poisoned = ~torch.isfinite(last).all(-1)
+        poisoned = ~torch.isfinite(last.hidden).all(-1)
         picks = np.flatnonzero(np.fromiter((chunk.samples for chunk in work), bool, len(work)))
         verdicts = torch.full((len(work),), NOT_SAMPLED, device=self.device)
         listings: list[Listing] = []
         if picks.size:
             every = picks.size == len(work)
             where = slice(None) if every else self.transfers.send(picks)
-            slots, ends = inputs.slots[picks], inputs.ends[picks]
-            logits = self.decoder.logits(last[where])
-            newest = inputs.token_ids[inputs.last_rows[where]]
-            sampled = self.sampler(logits, slots, ends, newest)
+            slots, ends = last.slots[picks], last.ends[picks]
+            logits = self.decoder.logits(last.hidden[where])
+            sampled = self.sampler(logits, slots, ends, last.token_ids[where])
             if self.newest is not None:
                 scatter_tokens(sampled.tokens, self.newest, self.transfers.send(slots))
             verdicts[where] = sampled.tokens.masked_fill_(sampled.poisoned, POISONED)
@@ -212,13 +292,13 @@ class Runner:
         return verdicts.masked_fill_(poisoned, POISONED), listings
 
     def _prompt_listings(
-        self, work: list[Chunk], inputs: StepInputs, hidden: Tensor
+        self, work: list[Chunk], first_rows: NDArray[np.int32], hidden: Tensor
     ) -> list[Listing]:
         found = []
         for i, chunk in enumerate(work):
             count = wanted(chunk)
             if count:
-                first = int(inputs.first_rows[i])
+                first = int(first_rows[i])
                 rows = hidden[first : first + count]
                 reports = prompt_logprobs(
                     chunk, rows, self.decoder.logits, self.unknown, self.transfers

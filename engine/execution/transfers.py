@@ -25,6 +25,10 @@ class Transfers(Protocol):
         """The array on the device; work queued from now on sees it."""
         ...
 
+    def refill(self, tensor: Tensor, array: NDArray[Any]) -> None:
+        """Overwrite a tensor of the device; it keeps its address."""
+        ...
+
     def fetch(self, tensors: Sequence[Tensor]) -> Wait:
         """Begin to copy what the work queued so far will have made of these tensors."""
         ...
@@ -36,6 +40,10 @@ class HostTransfers:
     def send(self, array: NDArray[Any]) -> Tensor:
         """The array itself where it is contiguous."""
         return torch.from_numpy(np.ascontiguousarray(array))
+
+    def refill(self, tensor: Tensor, array: NDArray[Any]) -> None:
+        """A plain copy."""
+        tensor.copy_(torch.from_numpy(array))
 
     def fetch(self, tensors: Sequence[Tensor]) -> Wait:
         """The tensors as they are."""
@@ -55,8 +63,11 @@ class CudaTransfers:
 
     def send(self, array: NDArray[Any]) -> Tensor:
         """Copied by way of a pinned buffer, in the order of the main stream."""
-        pinned = torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
-        return pinned.to(self._device, non_blocking=True)
+        return _pinned(array).to(self._device, non_blocking=True)
+
+    def refill(self, tensor: Tensor, array: NDArray[Any]) -> None:
+        """The same into a tensor that is there."""
+        tensor.copy_(_pinned(array), non_blocking=True)
 
     def fetch(self, tensors: Sequence[Tensor]) -> Wait:
         """Copied on the side, so that the next step does not queue behind it."""
@@ -76,6 +87,10 @@ class CudaTransfers:
             return arriving
 
         return wait
+
+
+def _pinned(array: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
 
 
 def transfers_for(device: torch.device) -> Transfers:

@@ -1,0 +1,198 @@
+"""Steps that are replayed from graphs instead of being launched operation by operation.
+
+One graph a bucket goes from a step's words to the hidden state of each sequence's last token; two
+more a bucket go on to a token, one for greedy rows alone and one for any draw. A step whose rows
+ask for more than temperature, top-k, top-p and min-p is sampled outside of them. Everything that a
+graph reads or writes is allocated once and keeps its address.
+
+The block tables lie on the device and are changed where a plan changed them, so a decode step sends
+a few words a sequence, whatever its length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenfleet.engine.execution.buckets import Bucket
+from tokenfleet.engine.execution.capture import Capture, Work
+from tokenfleet.engine.execution.flight import POISONED
+from tokenfleet.engine.execution.param_table import Ids, ParamTable
+from tokenfleet.engine.execution.prompt_logprobs import wanted
+from tokenfleet.engine.execution.slots import SlotTable
+from tokenfleet.engine.execution.step_words import StepWords, padding_words, step_words
+from tokenfleet.engine.execution.transfers import Transfers
+from tokenfleet.engine.model.decoder import Decoder
+from tokenfleet.engine.scheduling.plan import Chunk, StepPlan
+from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool
+from tokenfleet.kernels.sampling import greedy, sample_unread
+from tokenfleet.kernels.token_pool import gather_tokens, scatter_tokens
+
+
+class DeviceTables:
+    """The slots' block tables on the device, int32 [slots + 1, blocks of max_len].
+
+    The last row is spare: padding points at it, and it names the null block only.
+    """
+
+    def __init__(self, num_slots: int, max_blocks: int, transfers: Transfers, device: torch.device):
+        self.blocks = torch.zeros((num_slots + 1, max_blocks), dtype=torch.int32, device=device)
+        self._send = transfers.send
+
+    def update(self, plan: StepPlan) -> None:
+        """Bring the rows up to the plan; again after a part of it does no harm."""
+        width = self.blocks.shape[1]
+        places, values = [], []
+        for sequence in plan.admitted:
+            if sequence.slot >= 0:
+                row = np.zeros(width, np.int32)
+                row[: len(sequence.block_table)] = sequence.block_table
+                places.append(np.arange(width) + sequence.slot * width)
+                values.append(row)
+        for sequence, first in plan.grown:
+            changed = np.array(sequence.block_table[first:], np.int32)
+            places.append(np.arange(first, first + len(changed)) + sequence.slot * width)
+            values.append(changed)
+        if places:
+            where, what = self._send(np.concatenate(places)), self._send(np.concatenate(values))
+            self.blocks.view(-1).index_copy_(0, where, what)
+
+
+@dataclass(frozen=True, slots=True)
+class _Replays:
+    """What one bucket's step is made of."""
+
+    words: StepWords
+    forward: Work
+    best: Work
+    drawn: Work
+
+
+class StepGraphs:
+    """Captures every bucket when it is made, the largest first; one step at a time runs in it.
+
+    Args:
+        newest: int64 [slots + 1], the token sampled last for each slot; the last row is spare.
+        unknown: ids that the tokenizer does not have, int64.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pools: Items[KVPool],
+        buckets: Items[Bucket],
+        *,
+        tables: DeviceTables,
+        newest: Tensor,
+        unknown: Tensor | None,
+        max_len: int,
+        transfers: Transfers,
+        capture: Capture,
+    ) -> None:
+        self._decoder, self._pools = decoder, pools
+        self.tables = tables
+        self._newest, self._unknown = newest, unknown
+        self._max_len, self._transfers = max_len, transfers
+        most = max(bucket.sequences for bucket in buckets)
+        shape = (most, decoder.spec.hidden_size)
+        self.hidden = torch.zeros(shape, dtype=decoder.dtype, device=newest.device)
+        """Of each sequence's last token, after `forward`."""
+        self.last_ids = newest.new_zeros(most)
+        """That token, after `forward`."""
+        self.verdicts = newest.new_zeros(most)
+        """After `sample`."""
+        self._replays: dict[Bucket, _Replays] = {}
+        for bucket in sorted(buckets, key=lambda b: (b.tokens, b.sequences), reverse=True):
+            self._replays[bucket] = self._captured(bucket, capture)
+        self._decodes = sorted((b for b in buckets if b.decode), key=lambda b: b.sequences)
+        self._mixed = sorted((b for b in buckets if not b.decode), key=lambda b: b.tokens)
+
+    def pick(self, work: list[Chunk]) -> Bucket | None:
+        """The bucket for these chunks; None when they have to be launched."""
+        if work[-1].count == 1:  # one-token chunks come first
+            return next((b for b in self._decodes if b.sequences >= len(work)), None)
+        if any(wanted(chunk) for chunk in work):  # needs the hidden states of a whole prompt
+            return None
+        total = sum(chunk.count for chunk in work)
+        return next((b for b in self._mixed if b.tokens >= total), None)
+
+    def fill(
+        self, bucket: Bucket, work: list[Chunk], table: SlotTable, params: ParamTable
+    ) -> tuple[Ids, Ids]:
+        """Write a step's words; (slots, ends) of its sequences."""
+        words, slots, ends = step_words(bucket, work, table, params)
+        self._transfers.refill(self._replays[bucket].words.data, words)
+        return slots, ends
+
+    def forward(self, bucket: Bucket) -> None:
+        """From the words to `hidden` and `last_ids`; KV is written."""
+        self._replays[bucket].forward()
+
+    def sample(self, bucket: Bucket, *, drawn: bool) -> None:
+        """From `hidden` to `verdicts`; the tokens become the newest ones of their slots."""
+        replays = self._replays[bucket]
+        (replays.drawn if drawn else replays.best)()
+
+    # -- what is captured ------------------------------------------------------------------
+
+    def _captured(self, bucket: Bucket, capture: Capture) -> _Replays:
+        words = StepWords(bucket, self._newest.device)
+        # a step of nothing: no KV is written while kernels warm up
+        self._transfers.refill(words.data, padding_words(bucket, self._newest.shape[0] - 1))
+        return _Replays(
+            words,
+            capture(lambda: self._forward(words)),
+            capture(lambda: self._sample(words, drawn=False)),
+            capture(lambda: self._sample(words, drawn=True)),
+        )
+
+    def _forward(self, words: StepWords) -> None:
+        bucket = words.bucket
+        from_pool = words.from_pool != 0
+        ids = gather_tokens(words.token_ids, self._newest, words.token_slots, from_pool)
+        hidden = self._decoder.forward(ids, self._batch(words), self._pools)
+        S = bucket.sequences
+        self.hidden[:S].copy_(hidden.index_select(0, words.last_rows))
+        self.last_ids[:S].copy_(ids.index_select(0, words.last_rows))
+
+    def _batch(self, words: StepWords) -> AttentionBatch:
+        bucket, blocks = words.bucket, self.tables.blocks
+        size, spare = self._pools[0].block_size, blocks.shape[0] - 1
+        places = words.token_slots * blocks.shape[1] + words.positions // size
+        owned = blocks.view(-1).index_select(0, places).long()
+        kv_slots = owned * size + words.positions % size
+        return AttentionBatch(
+            query_starts=words.query_starts.int(),
+            kv_lens=words.ends.int(),
+            block_tables=blocks.index_select(0, words.slots),
+            slots=kv_slots.masked_fill(words.token_slots == spare, -1),
+            positions=words.positions,
+            num_decodes=bucket.sequences if bucket.decode else 0,
+            max_query_len=1 if bucket.decode else bucket.tokens,
+            max_kv_len=self._max_len,
+        )
+
+    def _sample(self, words: StepWords, *, drawn: bool) -> None:
+        S = words.bucket.sequences
+        hidden = self.hidden[:S]
+        logits = self._decoder.logits(hidden)
+        if self._unknown is not None:
+            logits.index_fill_(1, self._unknown, -torch.inf)
+        sound = torch.isfinite(hidden).all(-1) & torch.isfinite(logits.amax(-1))
+        tokens = greedy(logits)[1]
+        if drawn:
+            found = sample_unread(logits, words.sampling_rows())
+            tokens = torch.where(words.greedy != 0, tokens, found)
+        scatter_tokens(tokens, self._newest, words.slots.masked_fill(words.ends == 0, -1))
+        self.verdicts[:S].copy_(tokens.masked_fill(~sound, POISONED))
+
+
+def fits_graph(params: ParamTable, slots: Ids) -> bool:
+    """Whether these rows ask for nothing but temperature, top-k, top-p and min-p."""
+    p = params
+    special = p.penalised[slots] | p.adjusted[slots] | p.constrained[slots]
+    return not (special | (p.logprobs[slots] >= 0)).any()
