@@ -8,6 +8,7 @@ every request makes one log line.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
@@ -29,15 +30,15 @@ from tokenfleet.producer import tracing
 from tokenfleet.producer.client import AsyncClient
 from tokenfleet.producer.errors import TokenfleetError
 from tokenfleet.producer.fleet import FleetReader
-from tokenfleet.producer.gateway import completions, health, models
+from tokenfleet.producer.gateway import completions, health, models, status
 from tokenfleet.producer.gateway.answers import GatewayError, answer_of, error_response, refused
 from tokenfleet.producer.gateway.api_keys import Keyring
 from tokenfleet.producer.gateway.context import Gateway
 from tokenfleet.producer.gateway.settings import GatewaySettings
-from tokenfleet.producer.gateway.sse import ReaderGone
+from tokenfleet.producer.gateway.sse import ReaderGone, end
 
-QUIET = ("/healthz", "/readyz")
-"""Logged at debug only: probes come every few seconds."""
+QUIET = ("/healthz", "/readyz", "/status/fragment", "/status/data")
+"""Logged at debug only: they are asked for every few seconds."""
 EXPOSED = ("x-request-id", "retry-after", "x-should-retry")
 CLIENT_CLOSED = 499
 ENDPOINTS = "/v1/chat/completions, /v1/completions, /v1/models, /v1/files and /v1/batches"
@@ -58,10 +59,14 @@ def create_app(settings: GatewaySettings) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        app.state.gateway = Gateway(settings, keyring, client, FleetReader(client.link.connection))
+        fleet = FleetReader(client.link.connection)
+        app.state.gateway = Gateway(settings, keyring, client, fleet)
+        app.state.sampler = status.Sampler(fleet, history_s=settings.history_s)
+        looking = asyncio.create_task(app.state.sampler.run()) if settings.status_page else None
         try:
             yield
         finally:
+            await end(looking)
             await client.aclose()
 
     middleware = [Middleware(RequestLine)]
@@ -76,7 +81,7 @@ def create_app(settings: GatewaySettings) -> Starlette:
             )
         )
     return Starlette(
-        routes=_routes(),
+        routes=_routes(settings),
         middleware=middleware,
         exception_handlers={
             GatewayError: _as_error,
@@ -88,9 +93,9 @@ def create_app(settings: GatewaySettings) -> Starlette:
     )
 
 
-def _routes() -> list[BaseRoute]:
+def _routes(settings: GatewaySettings) -> list[BaseRoute]:
     post, get = ["POST"], ["GET"]
-    return [
+    routes: list[BaseRoute] = [
         Route("/v1/chat/completions", completions.chat, methods=post),
         Route("/v1/chat/completions/{response_id}", completions.fetch_chat, methods=get),
         Route("/v1/completions", completions.completions, methods=post),
@@ -100,6 +105,13 @@ def _routes() -> list[BaseRoute]:
         Route("/healthz", health.healthz, methods=get),
         Route("/readyz", health.readyz, methods=get),
     ]
+    if settings.status_page:
+        routes += [
+            Route("/status", status.page, methods=get),
+            Route("/status/fragment", status.part, methods=get),
+            Route("/status/data", status.data, methods=get),
+        ]
+    return routes
 
 
 class RequestLine:
@@ -115,12 +127,12 @@ class RequestLine:
         began = time.monotonic()
         state = scope.setdefault("state", {})
         state["notes"], state["request_id"] = {}, f"req-{uuid.uuid4()}"
-        status = 0
+        code = 0
 
         async def with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal code
             if message["type"] == "http.response.start":
-                status = message["status"]
+                code = message["status"]
                 MutableHeaders(scope=message).setdefault("x-request-id", state["request_id"])
             await send(message)
 
@@ -129,17 +141,17 @@ class RequestLine:
         except Exception as error:  # a fault of ours: said once, and answered
             state["notes"]["error"] = "internal_error"
             log.error("request_broke", exc_info=error, extra={"fields": {"path": scope["path"]}})
-            if not status:
+            if not code:
                 await error_response(error)(scope, receive, with_id)
         finally:
-            self._say(scope, status, (time.monotonic() - began) * 1000)
+            self._say(scope, code, (time.monotonic() - began) * 1000)
 
-    def _say(self, scope: Scope, status: int, took_ms: float) -> None:
+    def _say(self, scope: Scope, code: int, took_ms: float) -> None:
         request = Request(scope)
         fields: dict[str, Any] = {
             "method": scope["method"],
             "path": scope["path"][:200],
-            "status": status or CLIENT_CLOSED,
+            "status": code or CLIENT_CLOSED,
             "duration_ms": round(took_ms, 1),
             "request_id": scope["state"]["request_id"],
             **scope["state"]["notes"],
