@@ -50,6 +50,8 @@ _PASSING = (
     *(ConnectionError, TimeoutError, ReadOnlyError, OSError),
     *(ClusterDownError, RedisClusterException),
 )
+_DENIED = ("The user executing the script can't", "ACL failure in script")
+"""How Redis and Valkey say that an ACL forbids what a script does."""
 _REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
 
 
@@ -193,6 +195,12 @@ class Connection:
                         f"({error or type(error).__name__}); is it running, and the address right?"
                     ) from error
                 await asyncio.sleep(pause)
+            except ResponseError as error:  # the ones above are such too, and come first
+                if not any(words in str(error) for words in _DENIED):
+                    raise
+                raise BrokerUnsupported(
+                    f"Redis refuses a script: {error}; `tokenfleet acl` prints the rights it needs"
+                ) from error
 
     def describe(self) -> str:
         """The server's address for messages, without the password."""

@@ -1,7 +1,7 @@
 """Every way that leads to a Redis, and whole workers on it.
 
-A `Site` is one way in: what clients and workers are given as redis_url. Its workers are real, but for
-an engine that lives in this process and repeats the prompt, so that every gap and doublet shows.
+A `Site` is one way in: what clients and workers are given as redis_url. Its workers are real, but
+for an engine that lives in this process and repeats the prompt: every gap and doublet shows.
 """
 
 from __future__ import annotations
@@ -118,11 +118,19 @@ class Worker:
 class Site:
     """One way in, with a namespace of its own."""
 
-    def __init__(self, url: str, model: Path, *, worker_url: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: Path,
+        *,
+        worker_url: str | None = None,
+        our_url: str | None = None,
+        namespace: str | None = None,
+    ) -> None:
         self.url = url
         self.worker_url = worker_url or url
-        self.namespace = f"s{next(_numbers)}"
-        self.connection = Connection(self.url, namespace=self.namespace)
+        self.namespace = namespace or f"s{next(_numbers)}"
+        self.connection = Connection(our_url or url, namespace=self.namespace)
         self.client = AsyncClient(
             self.url, namespace=self.namespace, connect_timeout_s=30.0, silence_s=0.5
         )
@@ -427,3 +435,40 @@ def tls_server(redis_binary: Path, certificates: Certificates) -> Iterator[Any]:
     with EmbeddedServer(binary=redis_binary, options=options) as server:
         server.tls_port = tls_port  # type: ignore[attr-defined]
         yield server
+
+
+@pytest.fixture
+async def sentinels(redis_binary: Path, tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
+    """await sentinels(master): three of them; the URL that leads to whom they name."""
+    running: list[asyncio.subprocess.Process] = []
+
+    async def start(master: EmbeddedServer) -> str:
+        ports = [EmbeddedServer().port for _ in range(3)]
+        for number, port in enumerate(ports):
+            folder = tmp_path / f"sentinel{number}"
+            folder.mkdir()
+            (folder / "sentinel.conf").write_text(
+                f"port {port}\nbind 127.0.0.1\ndir {folder}\nlogfile {folder}/log\n"
+                f"sentinel monitor main 127.0.0.1 {master.port} 2\n"
+                "sentinel down-after-milliseconds main 500\n"
+                "sentinel failover-timeout main 3000\n"
+            )
+            command = [str(redis_binary), str(folder / "sentinel.conf"), "--sentinel"]
+            running.append(await asyncio.create_subprocess_exec(*command))
+        for port in ports:
+            await _knows_its_peers(port)
+        return "redis+sentinel://" + ",".join(f"127.0.0.1:{port}" for port in ports) + "/main"
+
+    yield start
+    for process in running:
+        process.kill()
+        await process.wait()
+
+
+async def _knows_its_peers(port: int) -> None:
+    with redis.Redis(port=port) as sentinel:
+        while True:
+            with suppress(redis.RedisError):
+                if len(sentinel.sentinel_sentinels("main")) == 2:
+                    return
+            await asyncio.sleep(0.05)

@@ -14,6 +14,7 @@ import typer
 
 from tokenfleet.worker.commands import batch as cli_batch
 from tokenfleet.worker.commands import batch_begun as cli_batch_begun
+from tokenfleet.worker.commands import acl as cli_acl
 from tokenfleet.worker.commands import bench as cli_bench
 from tokenfleet.worker.commands import bench_peers as cli_bench_peers
 from tokenfleet.worker.commands import demo as cli_demo
@@ -50,6 +51,7 @@ EXAMPLES = {
     "dead show": "tokenfleet dead show 0199c2f0-2b7e-7c61-9d3c-0a4b5c6d7e8f.0",
     "dead replay": "tokenfleet dead replay --all",
     "doctor": "tokenfleet doctor --redis-url redis://localhost:6379/0",
+    "acl": "tokenfleet acl worker --namespace tokenfleet",
     "top": "tokenfleet top --interval-s 1",
     "gateway": "tokenfleet gateway --port 8000 --keys-file keys.toml",
     "demo": "tokenfleet demo",
@@ -103,6 +105,7 @@ def build(arguments: list[str]) -> typer.Typer:
     _add(dead, "show", cli_queue.dead_show, "dead")
     _add(dead, "replay", cli_queue.dead_replay, "dead")
     _add(app, "doctor", cli_queue.doctor)
+    _add(app, "acl", cli_acl.acl)
     _add(app, "top", cli_top.top)
     _add(app, "gateway", cli_gateway.gateway, settings=cli_gateway.PASS_ON)
     _add(app, "demo", cli_demo.demo)

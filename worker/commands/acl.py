@@ -1,0 +1,41 @@
+"""`tokenfleet acl`: the least rights of a role, as the command that gives them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from tokenfleet.worker.commands import base
+from tokenfleet.worker.commands.base import Namespace, Output, OutputOption
+
+
+class Role(StrEnum):
+    PRODUCER = "producer"
+    WORKER = "worker"
+    OPERATOR = "operator"
+
+
+def acl(
+    role: Annotated[Role, typer.Argument(help="Who is to have them.", show_default=False)],
+    user: Annotated[str | None, typer.Option(help="Name of the ACL user; the role's if none.")] = (
+        None
+    ),
+    namespace: Namespace = base.DEFAULT_NAMESPACE,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Print the ACL rules that a client, a worker or an operator needs, and no more."""
+    from tokenfleet.producer.rights import producer_rules
+    from tokenfleet.worker.rights import operator_rules, worker_rules
+
+    rules = {
+        Role.PRODUCER: producer_rules,
+        Role.WORKER: worker_rules,
+        Role.OPERATOR: operator_rules,
+    }[role](namespace)
+    name = user or role.value
+    if output is Output.JSON:
+        base.print_json({"user": name, "rules": rules})
+    else:
+        typer.echo(f"ACL SETUSER {name} on >PASSWORD {' '.join(rules)}")
