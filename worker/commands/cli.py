@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
+from tokenfleet.worker.commands import acl as cli_acl
 from tokenfleet.worker.commands import batch as cli_batch
 from tokenfleet.worker.commands import batch_begun as cli_batch_begun
-from tokenfleet.worker.commands import acl as cli_acl
 from tokenfleet.worker.commands import bench as cli_bench
 from tokenfleet.worker.commands import bench_peers as cli_bench_peers
 from tokenfleet.worker.commands import demo as cli_demo
