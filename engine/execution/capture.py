@@ -35,7 +35,7 @@ class CudaGraphCapture:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
         self._cuda_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Work) -> Work:
@@ -63,14 +63,15 @@ class RecordedCapture:
     """
 
     def __call__(self, work: Work) -> Work:
-        with _Recorder() as recorder:
+        recorder = _Recorder()
+        with recorder:
             work()
         return recorder.replay
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
 
     def __torch_dispatch__(

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tokenfleet.engine.errors import CheckpointError
-from tokenfleet.engine.model.checkpoint import Checkpoint
 from tokenfleet.engine.model.quantization import is_ignored
 from tokenfleet.engine.model.spec import Fp8Spec
+from tokenfleet.engine.model.tensor_source import TensorSource
 from tokenfleet.kernels.fp8 import FP8, Fp8Scales
 
 STORED = "F8_E4M3"  # safetensors' name
@@ -22,7 +22,7 @@ _WEIGHT_SCALES = ("weight_scale", "weight_scale_inv")  # both are factors on the
 _INPUT_SCALES = ("input_scale", "activation_scale")
 
 
-def is_in_fp8(checkpoint: Checkpoint, fp8: Fp8Spec | None, modules: Sequence[str]) -> bool:
+def is_in_fp8(checkpoint: TensorSource, fp8: Fp8Spec | None, modules: Sequence[str]) -> bool:
     """Whether these parts of one projection are in FP8: all of them or none.
 
     Raises CheckpointError when the tensors are not what config.json says of them.
@@ -45,7 +45,7 @@ def is_in_fp8(checkpoint: Checkpoint, fp8: Fp8Spec | None, modules: Sequence[str
 
 
 def take_fp8(
-    checkpoint: Checkpoint,
+    checkpoint: TensorSource,
     fp8: Fp8Spec,
     modules: Sequence[str],
     rows: Sequence[int],
@@ -73,7 +73,7 @@ def take_fp8(
     )
 
 
-def take_kv_scales(checkpoint: Checkpoint, attention: str) -> tuple[float, float]:
+def take_kv_scales(checkpoint: TensorSource, attention: str) -> tuple[float, float]:
     """The scales of a layer's cached keys and values; 1 where the checkpoint brings none."""
     names = [_name_in(checkpoint, f"{attention}.{x}_scale", f"{attention}.{x}_proj.{x}_scale")
              for x in ("k", "v")]  # fmt: skip
@@ -94,7 +94,7 @@ def take_kv_scales(checkpoint: Checkpoint, attention: str) -> tuple[float, float
 
 
 def _weight_scale(
-    checkpoint: Checkpoint, fp8: Fp8Spec, module: str, rows: int, columns: int
+    checkpoint: TensorSource, fp8: Fp8Spec, module: str, rows: int, columns: int
 ) -> Tensor:
     """fp32 [rows, 1], or [blocks, blocks] in the block form."""
     name = _name_of(checkpoint, module, _WEIGHT_SCALES, f"{module}.weight")
@@ -113,7 +113,7 @@ def _weight_scale(
     return scale if fp8.block is not None else scale.reshape(-1, 1).expand(rows, 1)
 
 
-def _input_scale(checkpoint: Checkpoint, modules: Sequence[str], device: torch.device) -> Tensor:
+def _input_scale(checkpoint: TensorSource, modules: Sequence[str], device: torch.device) -> Tensor:
     """fp32 [1]: the parts share their inputs, so the largest of their scales rounds for all."""
     names = [_name_of(checkpoint, m, _INPUT_SCALES, f"the inputs of {m}") for m in modules]
     scales = [_take_scale(checkpoint, name).reshape(-1) for name in names]
@@ -125,7 +125,7 @@ def _input_scale(checkpoint: Checkpoint, modules: Sequence[str], device: torch.d
     return torch.stack(scales).amax(0).to(device)
 
 
-def _name_of(checkpoint: Checkpoint, module: str, suffixes: Sequence[str], what: str) -> str:
+def _name_of(checkpoint: TensorSource, module: str, suffixes: Sequence[str], what: str) -> str:
     names = [f"{module}.{suffix}" for suffix in suffixes]
     if found := _name_in(checkpoint, *names):
         return found
@@ -134,11 +134,11 @@ def _name_of(checkpoint: Checkpoint, module: str, suffixes: Sequence[str], what:
     )
 
 
-def _name_in(checkpoint: Checkpoint, *names: str) -> str | None:
+def _name_in(checkpoint: TensorSource, *names: str) -> str | None:
     return next((name for name in names if name in checkpoint), None)
 
 
-def _take_scale(checkpoint: Checkpoint, name: str) -> Tensor:
+def _take_scale(checkpoint: TensorSource, name: str) -> Tensor:
     scale = checkpoint.take(name, checkpoint.shape_of(name)).float()
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
         raise CheckpointError(

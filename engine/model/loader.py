@@ -19,6 +19,7 @@ from tokenfleet.engine.model.fp8_weights import STORED, is_in_fp8, take_fp8, tak
 from tokenfleet.engine.model.mlp import GATES, DenseMlp, MoeMlp
 from tokenfleet.engine.model.rope import cos_sin_table
 from tokenfleet.engine.model.spec import LayerSpec, ModelSpec, MoESpec
+from tokenfleet.engine.model.tensor_source import TensorSource
 from tokenfleet.kernels.linear import PackedWeight, pack_fp8, pack_linear
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -55,14 +56,19 @@ def load_decoder(
             " use bfloat16 or float32"
         )
     with torch.no_grad(), Checkpoint(path) as checkpoint:
-        return _Loader(
+        return Loader(
             checkpoint, spec, dtype, torch.device(device), quantization, kv_in_fp8
         ).decoder()
 
 
 @dataclass(frozen=True, slots=True)
-class _Loader:
-    checkpoint: Checkpoint
+class Loader:
+    """Builds a decoder, or pieces of it, from named tensors.
+
+    Each tensor is taken once, whatever is built; what is left over is the source's to refuse.
+    """
+
+    checkpoint: TensorSource
     spec: ModelSpec
     dtype: torch.dtype
     device: torch.device
@@ -77,20 +83,25 @@ class _Loader:
             )
             for index in {layer.rope for layer in spec.layers}
         }
-        embedding = self._tensor(_EMBEDDING, spec.vocab_size, spec.hidden_size)
+        embedding = self.embedding()
         return Decoder(
             spec,
             embedding=embedding,
-            layers=[
-                self._layer(f"model.layers.{i}.", layer, tables[layer.rope])
-                for i, layer in enumerate(spec.layers)
-            ],
-            final_norm=self._tensor("model.norm.weight", spec.hidden_size),
-            lm_head=self._head(embedding),
+            layers=[self.layer(i, tables[layer.rope]) for i, layer in enumerate(spec.layers)],
+            final_norm=self.final_norm(),
+            lm_head=self.head(embedding),
             kv_in_fp8=self.kv_in_fp8,
         )
 
-    def _head(self, embedding: Tensor) -> PackedWeight:
+    def embedding(self) -> Tensor:
+        """[vocab_size, H]."""
+        return self._tensor(_EMBEDDING, self.spec.vocab_size, self.spec.hidden_size)
+
+    def final_norm(self) -> Tensor:
+        """[H]."""
+        return self._tensor("model.norm.weight", self.spec.hidden_size)
+
+    def head(self, embedding: Tensor) -> PackedWeight:
         """Tied to the embedding, unless the checkpoint brings a head of its own that differs."""
         spec = self.spec
         if spec.tie_embeddings and _HEAD not in self.checkpoint:
@@ -98,11 +109,12 @@ class _Loader:
         if self.checkpoint.dtype_of(_HEAD) == STORED:
             return self._linear("", ["lm_head"], [spec.vocab_size], spec.hidden_size, bias=False)
         head = self._tensor(_HEAD, spec.vocab_size, spec.hidden_size)
-        same = spec.tie_embeddings and torch.equal(head, embedding)
+        same = spec.tie_embeddings and not head.is_meta and torch.equal(head, embedding)
         return pack_linear(embedding if same else head)
 
-    def _layer(self, prefix: str, layer: LayerSpec, cos_sin: Tensor) -> Layer:
-        names = self.spec.names
+    def layer(self, index: int, cos_sin: Tensor) -> Layer:
+        """One layer, over the rotary table that it shares with others."""
+        layer, names, prefix = self.spec.layers[index], self.spec.names, f"model.layers.{index}."
         return Layer(
             attention=self._attention(prefix, layer, cos_sin),
             mlp=self._moe(prefix, layer.moe)
