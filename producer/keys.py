@@ -13,6 +13,7 @@ import re
 import time
 import zlib
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from tokenfleet.producer.errors import InvalidJob
 
@@ -57,9 +58,14 @@ def partition_for_key(tenant: str, idempotency_key: str, partitions: int) -> int
 
 def check_name(field: str, value: object) -> str:
     """A namespace, tenant or worker id that can stand in a key."""
-    if not isinstance(value, str) or NAME.fullmatch(value) is None:
+    if not isinstance(value, str) or not _is_name(value):
         raise InvalidJob(field, value, "must be 1 to 64 letters, digits, '_', '.' or '-'")
     return value
+
+
+@lru_cache(1024)  # the same few names come with every job
+def _is_name(value: str) -> bool:
+    return NAME.fullmatch(value) is not None
 
 
 @dataclass(frozen=True, slots=True)

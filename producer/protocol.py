@@ -12,7 +12,7 @@ from typing import Any
 from tokenfleet.producer.request import MAX_JOB_BYTES, JobRequest
 from tokenfleet.producer.sampling_params import SamplingParams
 from tokenfleet.producer.states import MOVES, State
-from tokenfleet.producer.wire import SCHEMA_VERSION, build, pack, unpack, wire_of, write
+from tokenfleet.producer.wire import SCHEMA_VERSION, build, pack, unpack, wire_of, write_plain
 
 __all__ = [
     "MAX_JOB_BYTES",
@@ -70,7 +70,7 @@ class Event:
     def pack(self) -> bytes:
         """The bytes for the log."""
         if self._is_plain():
-            return write(
+            return write_plain(
                 {
                     "v": SCHEMA_VERSION,
                     "offset": self.offset,

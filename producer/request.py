@@ -63,9 +63,9 @@ class JobRequest:
 
         `trace`: a carrier with traceparent and tracestate, put in place of the job's own.
         """
-        fields = wire.wire_of(self)
-        if "sampling" in fields:
-            fields["sampling"] = self.sampling.to_wire()
+        fields = wire.wire_of(self, but="sampling")
+        if sampling := self.sampling.to_wire():
+            fields["sampling"] = sampling
         packed = wire.pack({**fields, **(trace or {})})
         if len(packed) > max_bytes:
             raise InvalidJob(

@@ -64,8 +64,11 @@ class Submission:
         """Give a job its bytes, and its id. Raises InvalidJob when it is too large."""
         trace = trace or _own_trace(request)
         packed = request.pack(self._max_job_bytes, trace)
-        job_id = job_id or self.new_id(request)
-        partition = keys.partition_of(job_id)
+        if job_id is None:
+            partition = self._partition_for(request)
+            job_id = keys.new_job_id(partition)
+        else:
+            partition = keys.partition_of(job_id)
         return Draft(job_id, partition, request, packed, trace.get("traceparent", ""))
 
     async def send(self, drafts: Sequence[Draft]) -> list[Accepted]:
