@@ -96,9 +96,8 @@ FLEET = Dashboard(
                     stacked=True,
                 ),
                 Panel(
-                    "Jobs ended, by state",
-                    "Jobs that left a worker. Released and lost ones go on elsewhere; the other states "
-                    "are final.",
+                    "Jobs that left a worker, by state",
+                    "Released and lost ones go on elsewhere; the other states are final.",
                     "reqps",
                     {"{{state}}": f"sum by (state) (rate(tokenfleet_jobs_ended_total{{{M}}}{W}))"},
                     stacked=True,
@@ -213,8 +212,8 @@ FLEET = Dashboard(
             [
                 Panel(
                     "Jobs moved between workers",
-                    "released: handed back by a draining or engineless worker. lost: the lease ended "
-                    "while the job ran. reclaimed: taken from a worker that vanished. Counts a minute.",
+                    "released: handed back, by a draining or engineless worker or to make way for a more "
+                    "urgent job. lost: the lease ended while the job ran. reclaimed: taken from a worker that vanished. Counts a minute.",
                     "suffix: jobs/min",
                     {
                         "{{state}}": "60 * sum by (state) (rate(tokenfleet_jobs_ended_total"
@@ -224,7 +223,7 @@ FLEET = Dashboard(
                 ),
                 Panel(
                     "Failures by code",
-                    "Jobs that failed, expired or were lost, by error code.",
+                    "Jobs that failed, expired or were lost, by error code. Empty: there were none.",
                     "reqps",
                     {
                         "{{error_type}}": "sum by (error_type) (rate("
@@ -245,12 +244,13 @@ FLEET = Dashboard(
                 ),
                 Panel(
                     "Workers and Redis",
-                    "Workers there are, that are ready, and that reach Redis.",
+                    "How many there are, and how many of them are not ready or do not reach Redis.",
                     "none",
                     {
                         "there": f"count(tokenfleet_worker_info{{{M}}})",
-                        "ready": f"sum(tokenfleet_ready{{{M}}})",
-                        "reach Redis": f"sum(tokenfleet_broker_reachable{{{M}}})",
+                        "not ready": f"count(tokenfleet_ready{{{M}}}) - sum(tokenfleet_ready{{{M}}})",
+                        "without Redis": f"count(tokenfleet_broker_reachable{{{M}}})"
+                        f" - sum(tokenfleet_broker_reachable{{{M}}})",
                     },
                 ),
                 Panel(

@@ -26,6 +26,8 @@ class Panel:
     height: int = 7
     stacked: bool = False
     exemplars: bool = False
+    log: bool = False
+    """A logarithmic axis: what spans milliseconds to minutes."""
     limits: tuple[float, float | None] = (0, None)
     """Ends of the axis; None: as far as the data goes."""
     warn: float | None = None
@@ -114,7 +116,9 @@ def _place(row: list[Panel], panels: list[dict[str, Any]], top: int) -> int:
 
 def _panel(panel: Panel, number: int, where: dict[str, int]) -> dict[str, Any]:
     least, most = panel.limits
-    defaults: dict[str, Any] = {"unit": panel.unit, "min": least}
+    defaults: dict[str, Any] = {"unit": panel.unit}
+    if not panel.log:
+        defaults["min"] = least
     if most is not None:
         defaults["max"] = most
     steps: list[dict[str, Any]] = [{"color": "green", "value": None}]
@@ -128,6 +132,7 @@ def _panel(panel: Panel, number: int, where: dict[str, int]) -> dict[str, Any]:
             "fillOpacity": 25 if panel.stacked else 0,
             "showPoints": "never",
             "stacking": stacking,
+            "scaleDistribution": {"type": "log", "log": 10} if panel.log else {"type": "linear"},
         }
     return {
         "id": number,

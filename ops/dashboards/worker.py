@@ -52,7 +52,7 @@ WORKER = Dashboard(
                 Panel(
                     "Step duration",
                     "Wall time of an engine step. It bounds how smoothly tokens come.",
-                    "s", quantiles("tokenfleet_step_duration_seconds", I, 0.5, 0.95, 0.99),
+                    "s", quantiles("tokenfleet_step_duration_seconds", I, 0.5, 0.95, 0.99), log=True,
                 ),
                 Panel(
                     "Where a step's time goes",
@@ -81,17 +81,15 @@ WORKER = Dashboard(
                 ),
                 Panel(
                     "Token budget used",
-                    "Share of the budget that the steps of the interval used, and the last step alone. "
-                    "Low with jobs waiting: slots or memory are the limit, not the budget.",
+                    "Share of the budget that the interval's steps used. Low with jobs waiting: slots "
+                    "or memory are the limit, not the budget.",
                     "percentunit",
                     {
-                        "all steps {{instance}}": f"(rate(tokenfleet_decode_tokens_total{{{I}}}{W})"
+                        "{{instance}}": f"(rate(tokenfleet_decode_tokens_total{{{I}}}{W})"
                         f" + rate(tokenfleet_prefill_tokens_total{{{I}}}{W}))"
                         f" / (rate(tokenfleet_steps_total{{{I}}}{W})"
                         f" * tokenfleet_token_budget_tokens{{{I}}})",
-                        "last step {{instance}}": f"tokenfleet_token_budget_usage_ratio{{{I}}}",
                     },
-                    limits=(0, 1),
                 ),
                 Panel(
                     "Bandwidth reached",
@@ -159,7 +157,7 @@ WORKER = Dashboard(
                 Panel(
                     "Publishing",
                     "Round trip that brings the new tokens of all jobs into Redis.",
-                    "s", quantiles("tokenfleet_flush_duration_seconds", I, 0.5, 0.99),
+                    "s", quantiles("tokenfleet_flush_duration_seconds", I, 0.5, 0.99), log=True,
                 ),
             ],
         ),

@@ -153,13 +153,11 @@ class Instruments:
     ) -> None:
         self._histograms.duration.record(seconds, labels, context)
 
-    def result(
-        self, prompt_tokens: int, output_tokens: int, finish_reasons: Iterable[str | None]
-    ) -> None:
+    def result(self, prompt_tokens: int, output_tokens: int, finish_reasons: Iterable[str]) -> None:
         self._histograms.prompt_tokens.record(prompt_tokens, self._labels)
         self._histograms.output_tokens.record(output_tokens, self._labels)
         for reason in finish_reasons:
-            self._choices.add(1, {**self._labels, semconv.FINISH_REASON: reason or "none"})
+            self._choices.add(1, {**self._labels, semconv.FINISH_REASON: reason})
 
     def token_pace(
         self, seconds_per_token: float, labels: Mapping[str, str], context: Context | None = None

@@ -197,7 +197,7 @@ class Telemetry:
             seconds = running.waited_s + now - running.claimed_at
             self._instruments.ended(seconds, labels, running.context)
         if result is not None:
-            self._record_result(running, result, now)
+            self._record_result(running, state, result, now)
         for span in (running.operation, running.process):
             span.set_attribute(semconv.JOB_STATE, state)
             if failure:
@@ -220,13 +220,13 @@ class Telemetry:
             semconv.JOB_TENANT: job.request.tenant,
         }
 
-    def _record_result(self, running: _Running, result: JobResult, now: float) -> None:
+    def _record_result(self, running: _Running, state: str, result: JobResult, now: float) -> None:
         running.operation.set_attributes(_result_attributes(result))
         usage = result.usage
         self._instruments.result(
             usage.prompt_tokens,
             usage.completion_tokens,
-            [choice.finish_reason for choice in result.choices],
+            [choice.finish_reason or state for choice in result.choices],
         )
         made = result.usage.completion_tokens - running.offset
         if running.first_token_at is not None and made > 1:
