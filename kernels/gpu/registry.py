@@ -15,7 +15,7 @@ import torch
 
 from tokenfleet.kernels.gpu.launch import Gpu, Launch, recording
 
-OPERATIONS = ("token_pool", "norm", "activation", "fp8")
+OPERATIONS = ("token_pool", "norm", "activation", "fp8", "rng", "sampling")
 """Modules of this folder that have `examples(device) -> Iterator[Example]`."""
 
 
