@@ -242,13 +242,17 @@ class Dispatcher:
         return await self._hand_back.swap(victims)
 
     def put_back(self, job: Job) -> None:
-        """A more urgent job has this one's place: it waits in Redis again."""
+        """A more urgent job has this one's place: it waits in Redis again, whatever was done to it
+        here while that was decided."""
+        if job.stage is Stage.GONE:
+            return
         log.info(
             "job_released", job_id=job.id, attempt=job.claimed.attempt, offset=job.logged,
             reason="preempted",
         )  # fmt: skip
         self._telemetry.preempted(job.origin)
-        self._take_away(job)
+        if job.stage is not Stage.ENDED:
+            self._take_away(job)
         self.leave(job, "released")
 
     def waiting_in_engine(self) -> list[Job]:
@@ -288,7 +292,9 @@ class Dispatcher:
         self._roster.touch()
 
     def leave(self, job: Job, state: str, result: JobResult | None = None) -> None:
-        """The job is not this worker's any more."""
+        """The job is not this worker's any more; said twice, it counts once."""
+        if job.stage is Stage.GONE:
+            return
         if job.timer is not None:
             job.timer.cancel()
         self._roster.remove(job)

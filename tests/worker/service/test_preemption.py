@@ -13,6 +13,7 @@ from tokenfleet.engine.request import EngineRequest
 from tokenfleet.engine.stats import StepStats
 from tokenfleet.worker.engine_link.engine_process import Batch, StepEvent
 from tokenfleet.worker.engine_link.simulated import SimulatedCore
+from tokenfleet.worker.queue import JobQueue
 from tokenfleet.worker.rules import Rules
 
 
@@ -257,3 +258,41 @@ async def test_two_full_workers_put_back_one_job_for_one_urgent_job(fleet, until
 
 async def _counts(fleet, job: str, number: int) -> bool:
     return await fleet.field(job, "preempted") == str(number)
+
+
+@pytest.mark.parametrize("meanwhile", ["ends", "is lost"])
+async def test_a_job_that_loses_its_place_may_end_or_be_lost_meanwhile(
+    fleet, until, monkeypatch, meanwhile
+) -> None:
+    """Its last token comes while Redis gives its place away: the next attempt makes it again."""
+    worker = fleet.worker(max_num_seqs=1)
+    job = await batch(fleet, 0, 100)
+    await until(lambda: fleet.has(job))
+    fleet.engine.say(job, "abc")
+    await until(lambda: fleet.shows(job, "abc"))
+    swapped, go_on, swap = asyncio.Event(), asyncio.Event(), JobQueue.swap
+
+    async def slow_swap(queue: JobQueue, victims: Any) -> Any:
+        found = await swap(queue, victims)
+        if found[0]:
+            swapped.set()
+            await go_on.wait()
+        return found
+
+    monkeypatch.setattr(JobQueue, "swap", slow_swap)
+    soon = await fleet.submit("now!", priority="interactive")
+    await swapped.wait()
+    if meanwhile == "ends":
+        fleet.engine.say(job, "d", "stop")
+        await until(lambda: fleet.engine.heard_out)
+    else:
+        worker.roster.remove(worker.roster.get(job))
+    go_on.set()
+    await until(lambda: fleet.has(soon))
+    assert await fleet.is_(job, "waiting")
+    fleet.engine.say(soon, "!", "stop")
+    await until(lambda: fleet.is_(soon, "finished"))
+    await until(lambda: fleet.engine.requests[job].id.endswith("/2"))
+    fleet.engine.say(job, "d", "stop")
+    await until(lambda: fleet.is_(job, "finished"))
+    assert await fleet.text(job) == "abcd"
