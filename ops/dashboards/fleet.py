@@ -156,6 +156,7 @@ FLEET = Dashboard(
                     width=12,
                     height=8,
                     exemplars=True,
+                    log=True,
                 ),
                 Panel(
                     "Time per output token",
@@ -165,6 +166,7 @@ FLEET = Dashboard(
                     width=12,
                     height=8,
                     exemplars=True,
+                    log=True,
                 ),
                 Panel(
                     "Wait in the queue",
@@ -175,6 +177,7 @@ FLEET = Dashboard(
                     width=12,
                     height=8,
                     exemplars=True,
+                    log=True,
                 ),
                 Panel(
                     "Job duration",
@@ -185,6 +188,7 @@ FLEET = Dashboard(
                     width=12,
                     height=8,
                     exemplars=True,
+                    log=True,
                 ),
             ],
         ),
@@ -259,6 +263,7 @@ FLEET = Dashboard(
                     "flush interval (25 ms) tokens arrive in larger lumps.",
                     "s",
                     quantiles("tokenfleet_flush_duration_seconds", M, 0.5, 0.99),
+                    log=True,
                 ),
                 Panel(
                     "Preemptions",
