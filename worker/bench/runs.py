@@ -282,11 +282,11 @@ def machine_facts(config: BenchConfig) -> dict[str, Any]:
     """What one must know to read the figures."""
     return {
         "machine": {
-            "processor": _processor(),
+            "processor": processor(),
             "cores": os.cpu_count(),
             "python": platform.python_version(),
         },
-        "versions": {name: _version(name) for name in ("tokenfleet", "torch", "transformers")},
+        "versions": {name: version_of(name) for name in ("tokenfleet", "torch", "transformers")},
         "model": config.model.name,
         "threads": config.num_threads,
         "settings": dict(config.engine),
@@ -294,7 +294,8 @@ def machine_facts(config: BenchConfig) -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The CPU's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -303,7 +304,8 @@ def _processor() -> str:
     return names[0] if names else platform.processor()
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """Of an installed distribution."""
     try:
         return version(name)
     except PackageNotFoundError:

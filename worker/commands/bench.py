@@ -151,6 +151,47 @@ def bench_features(
     )
 
 
+def bench_queue(
+    jobs: Annotated[int, typer.Option(min=256, help="Jobs to submit, each time.")] = 10_000,
+    flushes: Annotated[int, typer.Option(min=1, help="Flushes of 256 jobs, each time.")] = 100,
+    repeats: Repeats = 3,
+    server: Annotated[
+        Path | None,
+        typer.Option(
+            help="A redis-server to measure.", exists=True, show_default="the embedded server"
+        ),
+    ] = None,
+    json_path: JsonPath = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Submit jobs and emit tokens without an engine, beside redis-benchmark's XADD."""
+    from tokenfleet.worker.bench import queue
+    from tokenfleet.worker.bench.runs import BenchFailed
+
+    try:
+        found = queue.bench_queue(queue.QueueBench(jobs, flushes, repeats, server), base.note)
+    except BenchFailed as error:
+        base.say_error("BenchFailed", str(error), output)
+        raise typer.Exit(base.SOME_FAILED) from None
+    if json_path is not None:
+        json_path.write_text(json.dumps(found, indent=2) + "\n")
+    if output is Output.JSON:
+        base.print_json(found)
+        return
+    results = found["results"]
+    for name in (
+        *("jobs_per_s", "client_us_per_job", "server_us_per_job"),
+        *("emits_per_s", "client_ms_per_flush", "server_ms_per_flush"),
+        *("xadd_per_s", "xadd_pipelined_per_s"),
+    ):
+        if name in results:
+            one = results[name]
+            figures = (f"{one[part]:,.2f}" for part in ("median", "low", "high"))
+            typer.echo("{}: {} ({} to {})".format(name.replace("_", " "), *figures))
+    for name, value in found["ratios"].items():
+        typer.echo(f"{name} = {value:.3f}")
+
+
 def _config(
     model: Path | None, counts: list[int] | None, workloads: list[WorkloadName] | None, **rest: Any
 ) -> BenchConfig:
