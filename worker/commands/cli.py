@@ -59,6 +59,7 @@ EXAMPLES = {
     "bench engine": "tokenfleet bench engine -n 8 --compare transformers --json figures.json",
     "bench fleet": "tokenfleet bench fleet -n 8 -n 32",
     "bench features": "tokenfleet bench features",
+    "bench queue": "tokenfleet bench queue --json figures.json",
     "bench peers": "tokenfleet bench peers -n 8 --repeats 2 --json figures.json",
     "bench quality": "tokenfleet bench quality",
 }
@@ -113,6 +114,7 @@ def build(arguments: list[str]) -> typer.Typer:
     _add(bench, "engine", cli_bench.bench_engine, "bench")
     _add(bench, "fleet", cli_bench.bench_fleet, "bench")
     _add(bench, "features", cli_bench.bench_features, "bench")
+    _add(bench, "queue", cli_bench.bench_queue, "bench")
     _add(bench, "peers", cli_bench_peers.bench_peers, "bench")
     _add(bench, "quality", cli_bench_peers.bench_quality, "bench")
     return app
