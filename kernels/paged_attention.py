@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tokenfleet.kernels.backend import DTYPE_CODES, compiled
+from tokenfleet.kernels.backend import DTYPE_CODES, compiled, uses_triton
 from tokenfleet.kernels.fp8 import FP8
 
 # the structs of paged.h, and what paged_attention.cpp takes after them
@@ -107,10 +107,17 @@ def paged_attention(
     """Causal attention; softmax in fp32, result in q's dtype.
 
     scale: factor on q k^T. window w: a token sees the last w tokens, itself included.
-    softcap c: scores become c tanh(score / c). sinks [Hq]: a further logit per head that takes
+    softcap c: scores become c tanh(score / c). sinks fp32 [Hq]: a further logit per head that takes
     part in the softmax and has no value. Hq is a multiple of Hkv; query head h reads KV head
-    h // (Hq / Hkv). A sequence with kv_len 0 gives zeros.
+    h // (Hq / Hkv). A sequence with kv_len 0 gives zeros. Behind the others there may be sequences
+    without query rows; rows behind the last sequence give zeros.
     """
+    if uses_triton(q):
+        from tokenfleet.kernels.gpu import paged_attention as gpu
+
+        return gpu.paged_attention(
+            q, pool, batch, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
     library = compiled(q)
     shared = pool.packed() if library else b""
     if library is None or not shared or not _fits(q, sinks):
@@ -148,7 +155,7 @@ def reference(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """The specification: gather and attend, all decodes at once, then chunk by chunk."""
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     decodes = batch.num_decodes
     if decodes:
         out[:decodes] = _attend(
@@ -158,7 +165,7 @@ def reference(
             batch.kv_lens[:decodes],
             scale, window, softcap, sinks,
         )[:, 0]  # fmt: skip
-    starts = batch.query_starts[decodes:].tolist()
+    starts = batch.query_starts[decodes:].tolist() if decodes < batch.num_sequences else []
     for i, (start, end) in enumerate(itertools.pairwise(starts)):
         s = decodes + i
         kv_len = int(batch.kv_lens[s])

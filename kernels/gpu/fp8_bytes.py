@@ -1,7 +1,7 @@
 """float8_e4m3fn inside kernels, for every generation.
 
-Triton has the type from sm_89 on. Below, kernels get the bytes and convert them here, exactly as the
-hardware would: round to nearest even, saturate at 448, keep NaN.
+Triton has the type from sm_89 on. Below, kernels get the bytes and convert them here, exactly as
+the hardware would: round to nearest even, saturate at 448, keep NaN.
 """
 
 from __future__ import annotations

@@ -2,11 +2,14 @@
 
 As it comes (3.6 to 3.9), it cuts float32 off where bfloat16 or float8 would be rounded, and
 multiplies bfloat16 matrices as if their bits were integers. Kernels must not know; so the two
-functions at fault are replaced, once, when kernels are imported with TRITON_INTERPRET=1.
+functions at fault are replaced, once, when kernels are imported with TRITON_INTERPRET=1. It also
+prepares Triton's language anew for every call of a device function, a quarter of its time: here it
+does so once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,7 +25,24 @@ def mend() -> None:
     from triton.runtime import interpreter
 
     interpreter._convert_float = convert_float
+    interpreter._patch_lang = _once_for_each_language(interpreter._patch_lang)
     interpreter.InterpreterBuilder.create_dot = _create_dot
+
+
+def _once_for_each_language(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`patch` prepares the language modules that a function sees, here for good."""
+    from triton.runtime import interpreter
+
+    done: set[frozenset[int]] = set()
+
+    def patch_once(function: Any) -> Any:
+        seen = frozenset(id(x) for x in function.__globals__.values() if x is tl or x is tl.core)
+        if seen not in done:
+            patch(function)
+            done.add(seen)
+        return interpreter._LangPatchScope()
+
+    return patch_once
 
 
 def convert_float(

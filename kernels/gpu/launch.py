@@ -97,6 +97,17 @@ def recording(gpu: Gpu) -> Iterator[list[Launch]]:
         _recorder.launches, _recorder.gpu, backend.triton_devices = before
 
 
+@contextmanager
+def planning(gpu: Gpu) -> Iterator[None]:
+    """Let launches run, on interpreted tensors, as they would be configured for `gpu`."""
+    before = _recorder.gpu
+    _recorder.gpu = gpu
+    try:
+        yield
+    finally:
+        _recorder.gpu = before
+
+
 def gpu_of(device: torch.device) -> Gpu:
     """The device's generation; for meta, fake and interpreted tensors the planned one."""
     if _recorder.launches is not None or device.type != "cuda":
@@ -153,8 +164,10 @@ def _describe(
     if missing or len(values) != len(names):
         raise TypeError(f"{kernel.__name__} takes {names}, got {list(values)}")
     signature, constexprs, divisible = {}, {}, []
+    plain = _not_specialized(kernel)
     for index, name in enumerate(names):
-        kind, aligned = _parameter(values[name], constant=name in constants)
+        constant, special = name in constants, name not in plain
+        kind, aligned = _parameter(values[name], constant=constant, special=special)
         signature[name] = kind
         if kind == "constexpr":
             constexprs[name] = values[name]
@@ -165,14 +178,21 @@ def _describe(
     )
 
 
-def _parameter(value: Any, *, constant: bool) -> tuple[str, bool]:
-    """(Triton type, whether 16 divides it)."""
-    if constant or value is None or (isinstance(value, int) and value == 1):
+def _not_specialized(kernel: Any) -> list[str]:
+    """Names in the decorator's do_not_specialize, of a compiled or an interpreted kernel."""
+    given = kernel.kwargs if INTERPRETED else vars(kernel)
+    return list(given.get("do_not_specialize") or ())
+
+
+def _parameter(value: Any, *, constant: bool, special: bool) -> tuple[str, bool]:
+    """(Triton type, whether it is compiled for 16 dividing it); `special`: values are looked at."""
+    if constant or value is None or (special and isinstance(value, int) and value == 1):
         return "constexpr", False
     if isinstance(value, Tensor):
         return "*" + _DTYPES[value.dtype], value.storage_offset() * value.itemsize % 16 == 0
     if isinstance(value, int):
-        return "i32" if -(1 << 31) <= value < 1 << 31 else "i64", value % 16 == 0
+        kind = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+        return kind, special and value % 16 == 0
     if isinstance(value, float):
         return "fp32", False
     raise TypeError(f"a kernel parameter is a tensor, int, float or None, got {value!r}")
