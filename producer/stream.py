@@ -4,13 +4,17 @@ Order of joining: subscribe and wait for the confirmation, read the log from the
 live messages. Each names the entry before it; one that does not follow the cursor is either old, or
 tells that something was missed, and then the log is read. Pub/sub is only the fast path.
 
-Invariant: the cursor is the log entry last handed out; nothing at or before it is handed out again.
+A Redis that lost acknowledged writes (a failover, a restart without its last second) has a
+shorter log than was handed out; the job goes on from its end. The log is read again from the start
+then, and of each choice as many tokens and characters are passed over as were handed out.
+
+Invariant: the cursor is the log entry last looked at; no token is handed out twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenfleet.producer.connection import Connection
@@ -135,7 +139,13 @@ class _Run:
         self._reader = reader
         self._job_id = job_id
         self._from_offset = from_offset
-        self._cursor: EntryId = (from_offset, 0)
+        self._start: EntryId = (from_offset, 0)
+        self._cursor = self._start
+        self._given: dict[int, list[int]] = {}
+        """By choice: tokens and characters handed out."""
+        self._passing: dict[int, list[int]] = {}
+        """By choice: how many of them the log has yet to bring again."""
+        self._attempt = 0
         self._ends_with_us = False
         self._ended = False
         self.offset = from_offset
@@ -149,15 +159,20 @@ class _Run:
             message = await self.ear.get(self._reader.silence_s)
             if isinstance(message, bytes):
                 before, entry, payload = message.split(b" ", 2)
-                follows = _entry_id(before) == self._cursor
-                if follows:
-                    yield self._step(_entry_id(entry), payload)
+                event = Event.unpack(payload)
+                if _entry_id(before) == self._cursor:
+                    if not self._is_doubtful(event):
+                        if (fresh := self._step(_entry_id(entry), event)) is not None:
+                            yield fresh
+                        continue
+                    self._read_again()
+                elif _entry_id(entry) <= self._cursor:
                     continue
-                if _entry_id(entry) <= self._cursor:
-                    continue
+            elif message is not None and self._passing:
+                self._read_again()  # what was lost may have been lost once more
             at = self._cursor
-            async for event in self._replay():
-                yield event
+            async for found in self._replay():
+                yield found
             if message is None and self._cursor != at:
                 self._reader.hub.suspect(self.ear)
 
@@ -176,20 +191,73 @@ class _Run:
         while not self._ended:
             look = await self._reader.look(self._job_id, self._cursor, count=_PAGE, watch=True)
             self._ends_with_us = look.fields.get("on_disconnect") == "cancel"
-            for entry, payload in look.entries:
-                event = self._step(entry, payload)
-                if event.end > self._from_offset or not event.token_ids:
-                    yield event.after(self._from_offset)
+            entries = [(entry, Event.unpack(payload)) for entry, payload in look.entries]
+            if self._is_another_log(look, [event for _, event in entries]):
+                self._read_again()
+                continue
+            for entry, event in entries:
+                if (fresh := self._step(entry, event)) is not None:
+                    yield fresh
             if self._ended or len(look.entries) == _PAGE:
                 continue
             if not self._behind_the_end(look):
                 return
 
-    def _step(self, entry: EntryId, payload: bytes) -> Event:
-        event = Event.unpack(payload)
+    def _is_another_log(self, look: Look, events: list[Event]) -> bool:
+        """Whether the log ends before the cursor, or does not go on exactly there."""
+        if self._cursor == self._start:
+            return False
+        at = self._cursor[0]
+        if int(look.fields.get("offset", at)) < at or (events and events[0].offset != at):
+            return True
+        return any(self._is_doubtful(event) for event in events)
+
+    def _is_doubtful(self, event: Event) -> bool:
+        """Whether it is the first of a later attempt, of a job with several choices: equal offsets
+        do not prove then that the log before it is the one that was handed out."""
+        later = event.attempt > self._attempt > 0
+        self._attempt = max(self._attempt, event.attempt)
+        return later and (len(self._given) > 1 or event.choice not in self._given)
+
+    def _read_again(self) -> None:
+        self._cursor = self._start
+        self._passing = {choice: list(counts) for choice, counts in self._given.items()}
+
+    def _step(self, entry: EntryId, event: Event) -> Event | None:
+        """Move the cursor; what of the entry is to be handed out, None where nothing is."""
         self._cursor, self._ended = entry, event.final
-        self.offset = max(self.offset, event.end)
-        return event
+        self._attempt = max(self._attempt, event.attempt)
+        if event.token_ids and event.end <= self._from_offset:
+            return None
+        event = event.after(self._from_offset)
+        fresh = self._unseen(event) if self._passing else event
+        if fresh is not None:
+            given = self._given.setdefault(fresh.choice, [0, 0])
+            given[0] += len(fresh.token_ids)
+            given[1] += len(fresh.text)
+            self.offset = max(self.offset, fresh.end)
+        return fresh
+
+    def _unseen(self, event: Event) -> Event | None:
+        """An event without the tokens and characters that were handed out before the log was lost.
+
+        Its offset is that of the stream: the log counts the same again once nothing is passed over.
+        """
+        left = self._passing.get(event.choice, [0, 0])
+        tokens, chars = min(left[0], len(event.token_ids)), min(left[1], len(event.text))
+        left[0] -= tokens
+        left[1] -= chars
+        if not any(any(counts) for counts in self._passing.values()):
+            self._passing = {}
+        fresh = replace(
+            event,
+            offset=self.offset,
+            token_ids=event.token_ids[tokens:],
+            text=event.text[chars:],
+            logprobs=None if event.logprobs is None else event.logprobs[tokens:],
+        )
+        passed = tokens or chars or self._passing
+        return fresh if fresh.token_ids or fresh.text or fresh.final or not passed else None
 
     def _behind_the_end(self, look: Look) -> bool:
         """After the last entry. True when the job has ended and the cursor lay beyond that.
