@@ -30,10 +30,11 @@ from tokenfleet.producer import tracing
 from tokenfleet.producer.client import AsyncClient
 from tokenfleet.producer.errors import TokenfleetError
 from tokenfleet.producer.fleet import FleetReader
-from tokenfleet.producer.gateway import completions, health, models, status
+from tokenfleet.producer.gateway import batches, completions, health, models, status
 from tokenfleet.producer.gateway.answers import GatewayError, answer_of, error_response, refused
 from tokenfleet.producer.gateway.api_keys import Keyring
 from tokenfleet.producer.gateway.context import Gateway
+from tokenfleet.producer.gateway.desk import Desk
 from tokenfleet.producer.gateway.settings import GatewaySettings
 from tokenfleet.producer.gateway.sse import ReaderGone, end
 
@@ -60,13 +61,18 @@ def create_app(settings: GatewaySettings) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         fleet = FleetReader(client.link.connection)
-        app.state.gateway = Gateway(settings, keyring, client, fleet)
+        desk = None if settings.files_dir is None else Desk(settings.files_dir, client)
+        app.state.gateway = Gateway(settings, keyring, client, fleet, desk)
+        if desk is not None:
+            await desk.take_up()
         app.state.sampler = status.Sampler(fleet, history_s=settings.history_s)
         looking = asyncio.create_task(app.state.sampler.run()) if settings.status_page else None
         try:
             yield
         finally:
             await end(looking)
+            if desk is not None:
+                await desk.aclose()
             await client.aclose()
 
     middleware = [Middleware(RequestLine)]
@@ -102,6 +108,15 @@ def _routes(settings: GatewaySettings) -> list[BaseRoute]:
         Route("/v1/completions/{response_id}", completions.fetch_completion, methods=get),
         Route("/v1/models", models.list_models, methods=get),
         Route("/v1/models/{model:path}", models.show_model, methods=get),
+        Route("/v1/files", batches.upload, methods=post),
+        Route("/v1/files", batches.list_files, methods=get),
+        Route("/v1/files/{file_id}", batches.show_file, methods=get),
+        Route("/v1/files/{file_id}", batches.delete_file, methods=["DELETE"]),
+        Route("/v1/files/{file_id}/content", batches.file_content, methods=get),
+        Route("/v1/batches", batches.create_batch, methods=post),
+        Route("/v1/batches", batches.list_batches, methods=get),
+        Route("/v1/batches/{batch_id}", batches.show_batch, methods=get),
+        Route("/v1/batches/{batch_id}/cancel", batches.cancel_batch, methods=post),
         Route("/healthz", health.healthz, methods=get),
         Route("/readyz", health.readyz, methods=get),
     ]

@@ -6,7 +6,7 @@ Invariant: no more than the limit and one chunk is ever held, whatever Content-L
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from starlette.requests import Request
@@ -18,7 +18,7 @@ def too_large(limit: int) -> GatewayError:
     return refused(413, "body_too_large", f"the body is larger than {limit} bytes, the most here")
 
 
-async def limited(request: Request, limit: int) -> AsyncIterator[bytes]:
+async def limited(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
     """The body's chunks. Raises GatewayError 413 as soon as it is known to be too large."""
     said = request.headers.get("content-length", "0")
     if not said.isdecimal() or int(said) > limit:

@@ -15,6 +15,7 @@ from tokenfleet.producer.client import AsyncClient
 from tokenfleet.producer.fleet import FleetReader
 from tokenfleet.producer.gateway.answers import unauthorized
 from tokenfleet.producer.gateway.api_keys import Caller, Keyring
+from tokenfleet.producer.gateway.desk import Desk
 from tokenfleet.producer.gateway.settings import GatewaySettings
 
 
@@ -26,6 +27,8 @@ class Gateway:
     keyring: Keyring
     client: AsyncClient
     fleet: FleetReader
+    desk: Desk | None = None
+    """Files and batches; None: they are not offered."""
     draining: bool = False
     """Told to end: /readyz says so."""
     known_models: dict[str, float] = field(default_factory=dict)

@@ -54,17 +54,11 @@ def serve(settings: GatewaySettings) -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0]
-        listener = socket.socket(found[0], found[1])
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(found[4])
-        listener.listen(BACKLOG)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise SettingsError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-    listener.setblocking(False)
-    return listener
 
 
 def _handled(_number: int, _frame: FrameType | None) -> None:
