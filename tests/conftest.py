@@ -177,6 +177,15 @@ async def own_lab(tmp_path: Path) -> AsyncIterator[Lab]:
 
 
 @pytest.fixture
+async def bare_lab() -> AsyncIterator[Lab]:
+    """A server of the test's own that keeps nothing, to weigh."""
+    with EmbeddedServer() as server:
+        lab = Lab(server)
+        yield lab
+        await lab.aclose()
+
+
+@pytest.fixture
 def make_lab(valkey: EmbeddedServer) -> Callable[[], Lab]:
     """For tests that run their own event loop and make many namespaces."""
     return lambda: Lab(valkey)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from tokenfleet.producer.protocol import Choice, JobResult
+
+RESULT = JobResult(choices=(Choice(text="a", token_ids=(1,), finish_reason="length"),))
+
 # renew and reclaim
 
 
@@ -87,3 +91,48 @@ async def test_only_what_is_held_and_unknown_is_released(lab):
     again = await queue.claim(4)
     assert sorted(job.id for job in again) == sorted(job.id for job in phantoms)
     assert {job.failures for job in again} == {0}
+
+
+async def test_a_dead_workers_job_is_moved_on_however_slow_another_job_is(lab):
+    slow_queue, dead_queue, reaper = [await lab.queue(name) for name in ("slow", "dead", "w3")]
+    await lab.submit()
+    await lab.submit()
+    (slow,) = await slow_queue.claim(1)
+    (dead,) = await dead_queue.claim(1)
+    for job in (slow, dead):
+        await lab.expire_lease(job)
+    await slow_queue.renew([slow])
+    assert await reaper.reclaim() == 1
+    assert [job.id for job in await reaper.claim(2)] == [dead.id]
+    assert (await lab.fields(slow.id))["owner"] == "slow"
+
+
+async def test_a_finish_at_the_moment_the_lease_ends_makes_one_end_that_never_changes(lab):
+    queue, reaper = await lab.queue("w1"), await lab.queue("w2")
+    for number in range(20):
+        job_id = await lab.submit()
+        (job,) = await queue.claim(1)
+        await lab.expire_lease(job)
+        calls = [queue.finish(job, [lab.token(0)], RESULT), reaper.reclaim()]
+        first, second = await asyncio.gather(*(calls if number % 2 else calls[::-1]))
+        finished = first if number % 2 else second
+        if not finished:
+            assert await lab.log(job_id) == []
+            (again,) = await reaper.claim(1)
+            assert await reaper.finish(again, [lab.token(0, attempt=2)], RESULT)
+        assert await lab.state(job_id) == "finished"
+        assert [event.final for event in await lab.log(job_id)] == [False, True]
+        assert await reaper.claim(1) == []
+        assert await reaper.reclaim() == 0
+
+
+async def test_eight_reapers_on_one_expired_lease_five_hundred_times(valkey_lab):
+    lab, rounds = valkey_lab, 500
+    queues = [await lab.queue(f"w{n}", max_failures=rounds) for n in range(8)]
+    job_id = await lab.submit()
+    for attempt in range(1, rounds + 1):
+        (job,) = await queues[attempt % 8].claim(1)
+        assert job.attempt == attempt
+        await lab.expire_lease(job)
+        assert sum(await asyncio.gather(*(queue.reclaim() for queue in queues))) == 1
+    assert (await lab.fields(job_id))["failures"] == str(rounds)

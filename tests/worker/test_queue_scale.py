@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from tokenfleet.producer.protocol import Choice, Event, JobResult
 
@@ -45,3 +46,32 @@ async def test_a_claim_asks_for_more_than_one_script_may_carry(valkey_lab):
     await client.submit_many([{"model": "m", "prompt": "x"}] * 300)
     queue = await valkey_lab.queue()
     assert len(await queue.claim(300)) == 300
+
+
+async def test_memory_is_back_to_within_five_percent_when_the_results_have_expired(bare_lab):
+    """Many tiny jobs from submission to expiry leave queue streams empty and no memory behind."""
+    lab = bare_lab
+    queue = await lab.queue(result_ttl_s=0.05, log_ttl_s=0.05)
+
+    async def memory() -> int:
+        return int((await lab.raw.info("memory"))["used_memory"])
+
+    async def round_of(count: int) -> None:
+        await lab.client().submit_many([{"model": "m", "prompt": "x"}] * count)
+        while jobs := await queue.claim(128):
+            event = Event(offset=0, token_ids=(1,), text="a", attempt=1)
+            await asyncio.gather(*(queue.finish(job, [event], RESULT) for job in jobs))
+        assert await lab.entries() == 0
+        await lab.until(lambda: _only_queues(lab))
+
+    async def is_back() -> bool:
+        return await memory() <= 1.05 * before
+
+    await round_of(500)
+    before = await memory()
+    await round_of(3_000)
+    await lab.until(is_back)  # tables shrink little by little
+
+
+async def _only_queues(lab: Any) -> bool:
+    return await lab.raw.dbsize() == len(await lab.raw.keys(f"{lab.keys.prefix}:q:*"))

@@ -120,3 +120,15 @@ async def test_an_evicting_memory_policy_is_warned_of(own_lab):
     assert "allkeys-lru" in warning
     await own_lab.raw.config_set("maxmemory-policy", "noeviction")
     assert await (await own_lab.queue("w2")).ensure() == []
+
+
+async def test_the_backlog_is_right_where_the_groups_lag_is_not(lab):
+    queue, stream = await lab.queue(), lab.keys.queue("m", "default")
+    for _ in range(4):
+        await lab.submit()
+    await queue.claim(1)
+    entry, _ = (await lab.raw.xrevrange(stream, count=2))[1]
+    await lab.raw.xdel(stream, entry)
+    (group,) = await lab.raw.xinfo_groups(stream)
+    assert group["lag"] != 2
+    assert (await queue.backlog())["default"] == 2

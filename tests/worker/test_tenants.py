@@ -294,3 +294,41 @@ async def test_without_limits_no_key_of_a_tenant_is_made(lab):
         key.split(b"}:")[1].split(b":")[0] for key in await lab.raw.keys(f"{lab.keys.prefix}*")
     }
     assert kinds == {b"q", b"j", b"e"}
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        *("finish", "fail for good", "fail and wait", "dead letter", "release", "phantom"),
+        *("lease over", "cancel", "deadline"),
+    ],
+)
+async def test_a_reservation_comes_back_however_its_job_leaves(lab, way):
+    await limit(lab, "a", running=1)
+    failures = 0 if way == "dead letter" else 3
+    queue, other = await lab.queue(max_failures=failures), await lab.queue("w2")
+    await lab.submit(tenant="a", deadline_s=60)
+    (job,) = await queue.claim(1)
+    assert await members(lab, "a", "running") == {job.id}
+    if way == "finish":
+        await queue.finish(job, [], RESULT)
+    elif way in ("fail for good", "fail and wait", "dead letter"):
+        await queue.fail(job, "c", "m", retryable=way != "fail for good")
+    elif way == "release":
+        await queue.release([job], "test")
+    elif way == "phantom":
+        await queue.release_phantoms([])
+    elif way == "lease over":
+        await lab.expire_lease(job)
+        await other.reclaim()
+    else:
+        if way == "cancel":
+            await lab.client().job(job.id).cancel()
+        else:
+            await lab.raw.hset(lab.keys.job(job.id), "deadline", 1)
+        await queue.finish(job, [], None, state="cancelled")
+    assert await members(lab, "a", "running") == set()
+    waits = (await lab.state(job.id)) == "waiting"
+    assert await members(lab, "a", "waiting") == ({job.id} if waits else set())
+    await lab.submit(tenant="a")
+    assert len(await other.claim(9)) == 1
