@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import urllib.request
 from asyncio.subprocess import PIPE
@@ -148,6 +149,10 @@ async def test_one_trace_holds_request_send_process_and_chat_as_documented(
     assert traced == {trace_id}, "a scrape leads to the trace as well"
     assert "acme" not in page
     assert job_id not in page
+    lines = [json.loads(x) for x in worker.log.read_text().splitlines() if x.startswith("{")]
+    about = [line for line in lines if line.get("job_id") == job_id]
+    assert {line["event"] for line in about} >= {"job_claimed", "job_ended"}
+    assert {line["trace_id"] for line in about} == {trace_id}, "and so does the log"
 
 
 def values(span: Any) -> dict[str, Any]:
