@@ -350,6 +350,7 @@ def cluster_masters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[E
 
 
 def cluster_node(folder: Path) -> EmbeddedServer:
+    folder.mkdir(exist_ok=True)
     options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000"]
     options += ["--cluster-port", str(EmbeddedServer().port), "--dir", str(folder)]
     options += ["--cluster-require-full-coverage", "no", "--repl-diskless-sync-delay", "0"]
@@ -472,3 +473,20 @@ async def _knows_its_peers(port: int) -> None:
                 if len(sentinel.sentinel_sentinels("main")) == 2:
                     return
             await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+def cluster_with_replica(tmp_path: Path) -> Iterator[tuple[str, EmbeddedServer]]:
+    """Three masters, and a replica of the last one; the URL, and that master."""
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(cluster_node(tmp_path / f"node{number}")) for number in range(4)
+        ]
+        join(servers)
+        doomed, heir = servers[2], servers[3]
+        with redis.Redis(port=doomed.port) as master, redis.Redis(port=heir.port) as replica:
+            name = master.execute_command("CLUSTER MYID").decode()
+            replica.execute_command("CLUSTER REPLICATE", name)
+            while replica.info("replication").get("master_link_status") != "up":
+                time.sleep(0.01)
+        yield cluster_url(servers[:2]), doomed
