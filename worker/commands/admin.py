@@ -1,7 +1,7 @@
 """Looking at a fleet from outside: what `FleetReader` reads, and dead letters.
 
-Everything here reads, but `replay`; and a replay is a new job: a job that has ended stays as it
-ended.
+Everything here reads, but `replay` and `drop`; a replay is a new job: a job that has ended stays
+as it ended.
 """
 
 from __future__ import annotations
@@ -91,6 +91,14 @@ class Admin(FleetReader):
             job = await client.submit(**asked)
         await self._execute("ZREM", self._keys(partition_of(job_id)).dead, job_id)
         return job.id
+
+    async def drop(self, job_id: str) -> bool:
+        """Forget a dead letter, with all that is kept of its job. False: there is none."""
+        keys = self._keys(partition_of(job_id))
+        if not await self._execute("ZREM", keys.dead, job_id):
+            return False
+        await self._execute("DEL", keys.job(job_id), keys.events(job_id))
+        return True
 
     async def _letter(self, keys: Keys, job_id: str, died_ms: int) -> DeadLetter:
         values = await self._execute("HMGET", keys.job(job_id), *DEAD_FIELDS)

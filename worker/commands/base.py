@@ -11,7 +11,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -20,6 +20,8 @@ import typer
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from tokenfleet.producer.connection import Connection
 
 OK, SOME_FAILED, BAD_INPUT, UNREACHABLE, TIMED_OUT = range(5)
 INTERRUPTED, TERMINATED = 130, 143
@@ -84,6 +86,19 @@ def run(work: Coroutine[Any, Any, int], output: Output) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(OK) from None
     raise typer.Exit(code)
+
+
+async def with_connection(
+    work: Callable[[Connection], Awaitable[int]], redis_url: str, namespace: str
+) -> int:
+    """The work's exit code, with a connection that is closed afterwards."""
+    from tokenfleet.producer.connection import Connection
+
+    connection = Connection(redis_url, namespace=namespace, connect_timeout_s=CONNECT_TIMEOUT_S)
+    try:
+        return await work(connection)
+    finally:
+        await connection.aclose()
 
 
 def fail(error: Exception, output: Output) -> NoReturn:

@@ -6,6 +6,7 @@ Importing this module loads nothing heavy: a command imports what it needs when 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -17,12 +18,14 @@ from tokenfleet.worker.commands import batch as cli_batch
 from tokenfleet.worker.commands import batch_begun as cli_batch_begun
 from tokenfleet.worker.commands import bench as cli_bench
 from tokenfleet.worker.commands import bench_peers as cli_bench_peers
+from tokenfleet.worker.commands import config as cli_config
 from tokenfleet.worker.commands import demo as cli_demo
 from tokenfleet.worker.commands import gateway as cli_gateway
 from tokenfleet.worker.commands import jobs as cli_jobs
 from tokenfleet.worker.commands import queues as cli_queue
 from tokenfleet.worker.commands import rules as cli_rules
 from tokenfleet.worker.commands import top as cli_top
+from tokenfleet.worker.commands import upkeep as cli_upkeep
 from tokenfleet.worker.commands import worker as cli_worker
 
 EXAMPLES = {
@@ -43,6 +46,7 @@ EXAMPLES = {
     "queue": "tokenfleet queue list",
     "queue list": "tokenfleet queue list -o json",
     "queue depth": "tokenfleet queue depth --model smollm2",
+    "queue ensure": "tokenfleet queue ensure smollm2",
     "queue limit": "tokenfleet queue limit acme --running 16 --waiting 10000",
     "queue pause": "tokenfleet queue pause smollm2 --priority batch",
     "queue resume": "tokenfleet queue resume smollm2",
@@ -50,6 +54,9 @@ EXAMPLES = {
     "dead list": "tokenfleet dead list --limit 10",
     "dead show": "tokenfleet dead show 0199c2f0-2b7e-7c61-9d3c-0a4b5c6d7e8f.0",
     "dead replay": "tokenfleet dead replay --all",
+    "dead drop": "tokenfleet dead drop 0199c2f0-2b7e-7c61-9d3c-0a4b5c6d7e8f.0",
+    "config": "tokenfleet config show",
+    "config show": "tokenfleet config show --changed -o json",
     "doctor": "tokenfleet doctor --redis-url redis://localhost:6379/0",
     "acl": "tokenfleet acl worker --namespace tokenfleet",
     "top": "tokenfleet top --interval-s 1",
@@ -98,6 +105,7 @@ def build(arguments: list[str]) -> typer.Typer:
     queue = _group("The jobs that wait and run.", app, "queue")
     _add(queue, "list", cli_queue.queue_list, "queue")
     _add(queue, "depth", cli_queue.queue_depth, "queue")
+    _add(queue, "ensure", cli_upkeep.queue_ensure, "queue")
     _add(queue, "limit", cli_rules.queue_limit, "queue")
     _add(queue, "pause", cli_rules.queue_pause, "queue")
     _add(queue, "resume", cli_rules.queue_resume, "queue")
@@ -105,6 +113,9 @@ def build(arguments: list[str]) -> typer.Typer:
     _add(dead, "list", cli_queue.dead_list, "dead")
     _add(dead, "show", cli_queue.dead_show, "dead")
     _add(dead, "replay", cli_queue.dead_replay, "dead")
+    _add(dead, "drop", cli_upkeep.dead_drop, "dead")
+    config = _group("What a worker is started with.", app, "config")
+    _add(config, "show", cli_config.config_show, "config")
     _add(app, "doctor", cli_queue.doctor)
     _add(app, "acl", cli_acl.acl)
     _add(app, "top", cli_top.top)
@@ -125,7 +136,7 @@ def _group(text: str, parent: typer.Typer | None = None, name: str = "") -> type
         help=text,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
-        add_completion=False,
+        add_completion=parent is None,
         context_settings=SETTINGS,
         epilog=f"Example:  {EXAMPLES[name]}" if name else None,
     )
@@ -161,9 +172,17 @@ def _root(
     """LLM jobs through Redis: exactly-once token streams from a fleet of workers."""
 
 
+def typed() -> list[str]:
+    """The words behind `tokenfleet`, also where a shell asks how they may go on."""
+    words = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS")
+    if words and "_TOKENFLEET_COMPLETE" in os.environ:
+        return words.split()[1:]
+    return sys.argv[1:]
+
+
 def main() -> None:
     """Entry point of the `tokenfleet` command."""
-    build(sys.argv[1:])(prog_name="tokenfleet")
+    build(typed())(prog_name="tokenfleet")
 
 
 if __name__ == "__main__":

@@ -148,21 +148,7 @@ def doctor(
         base.print_rows(("check", "level", "found", "advice"), rows, output, empty="")
         return base.SOME_FAILED if any(f.level == BAD for f in findings) else base.OK
 
-    base.run(_with_connection(work, redis_url, namespace), output)
-
-
-async def _with_connection(
-    work: Callable[[Connection], Awaitable[int]], redis_url: str, namespace: str
-) -> int:
-    from tokenfleet.producer.connection import Connection
-
-    connection = Connection(
-        redis_url, namespace=namespace, connect_timeout_s=base.CONNECT_TIMEOUT_S
-    )
-    try:
-        return await work(connection)
-    finally:
-        await connection.aclose()
+    base.run(base.with_connection(work, redis_url, namespace), output)
 
 
 async def _with_admin(
@@ -173,7 +159,7 @@ async def _with_admin(
 
         return await work(Admin(connection))
 
-    return await _with_connection(with_connection, redis_url, namespace)
+    return await base.with_connection(with_connection, redis_url, namespace)
 
 
 def _show(column: str, value: Any) -> str:

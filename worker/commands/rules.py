@@ -13,6 +13,7 @@ from tokenfleet.worker.commands.base import Namespace, Output, OutputOption, Red
 from tokenfleet.worker.commands.jobs import Priority
 
 if TYPE_CHECKING:
+    from tokenfleet.producer.connection import Connection
     from tokenfleet.worker.rules import Rules
 
 Model = Annotated[str, typer.Argument(help="What workers serve it as.", show_default=False)]
@@ -106,14 +107,10 @@ def _classes(priorities: list[Priority] | None) -> list[str]:
 async def _with_rules(
     work: Callable[[Rules], Awaitable[int]], redis_url: str, namespace: str
 ) -> int:
-    from tokenfleet.producer.connection import Connection
-    from tokenfleet.producer.fleet import FleetReader
-    from tokenfleet.worker.rules import Rules
+    async def with_connection(connection: Connection) -> int:
+        from tokenfleet.producer.fleet import FleetReader
+        from tokenfleet.worker.rules import Rules
 
-    connection = Connection(
-        redis_url, namespace=namespace, connect_timeout_s=base.CONNECT_TIMEOUT_S
-    )
-    try:
         return await work(Rules(connection, await FleetReader(connection).partitions()))
-    finally:
-        await connection.aclose()
+
+    return await base.with_connection(with_connection, redis_url, namespace)

@@ -1,0 +1,103 @@
+"""queue ensure, dead drop and config show: what they do, and what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tokenfleet.producer.keys import GROUP
+from tokenfleet.worker.commands.admin import Admin
+from tokenfleet.worker.commands.cli import build
+
+
+async def said(lab: Any, *words: str) -> tuple[int, Any]:
+    """Exit code and JSON of a command about the lab's namespace."""
+    where = ("--redis-url", lab.server.url, "--namespace", lab.namespace, "-o", "json")
+    done = await asyncio.to_thread(CliRunner().invoke, build([*words]), [*words, *where])
+    return done.exit_code, json.loads(done.stdout) if done.stdout else done.stderr
+
+
+async def a_dead_job(lab: Any) -> str:
+    queue = await lab.queue()
+    await lab.submit(max_failures=0)
+    (job,) = await queue.claim(1)
+    await queue.fail(job, "engine_died", "the engine process died", retryable=True)
+    return str(job.id)
+
+
+async def test_ensured_queues_have_their_group_before_any_worker(valkey_lab: Any) -> None:
+    code, rows = await said(valkey_lab, "queue", "ensure", "one", "two:b")
+    assert code == 0
+    assert {(row["model"], row["priority"]) for row in rows} == {
+        (model, priority)
+        for model in ("one", "two:b")
+        for priority in ("interactive", "default", "batch")
+    }
+    for name in ("one:batch", "one:batch:front", "two:b:interactive"):
+        (group,) = await valkey_lab.raw.xinfo_groups(f"{valkey_lab.keys.prefix}:q:{name}")
+        assert group["name"] == GROUP.encode()
+
+
+async def test_ensuring_again_changes_nothing(valkey_lab: Any) -> None:
+    await valkey_lab.submit()
+    await said(valkey_lab, "queue", "ensure", "m")
+    queue = await valkey_lab.queue()
+    (job,) = await queue.claim(1)
+    code, rows = await said(valkey_lab, "queue", "ensure", "m")
+    assert (code, {row["waiting"] for row in rows}) == (0, {0})
+    assert await valkey_lab.state(job.id) == "running"
+
+
+async def test_a_dropped_dead_letter_leaves_nothing_of_its_job(valkey_lab: Any) -> None:
+    dead, other = await a_dead_job(valkey_lab), await a_dead_job(valkey_lab)
+    code, rows = await said(valkey_lab, "dead", "drop", dead)
+    assert (code, rows) == (0, [{"job_id": dead, "dropped": True, "error": None}])
+    assert [letter.job_id for letter in await Admin(valkey_lab.connection).dead()] == [other]
+    assert not [key async for key in valkey_lab.raw.scan_iter(match=f"*{dead}*")]
+    code, rows = await said(valkey_lab, "dead", "drop", "--all")
+    assert (code, [row["job_id"] for row in rows]) == (0, [other])
+    assert await Admin(valkey_lab.connection).dead() == []
+
+
+async def test_only_dead_letters_can_be_dropped(valkey_lab: Any) -> None:
+    alive = await valkey_lab.submit()
+    code, rows = await said(valkey_lab, "dead", "drop", alive)
+    assert (code, rows[0]["dropped"]) == (1, False)
+    assert await valkey_lab.state(alive) == "waiting"
+    assert (await said(valkey_lab, "dead", "drop"))[0] == 2
+    assert (await said(valkey_lab, "dead", "drop", alive, "--all"))[0] == 2
+
+
+def shown(*words: str) -> dict[str, dict[str, Any]]:
+    done = CliRunner().invoke(build(["config"]), ["config", "show", "-o", "json", *words])
+    assert done.exit_code == 0, done.output
+    return {row["setting"]: row for row in json.loads(done.stdout)}
+
+
+def test_config_show_names_where_each_setting_comes_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "worker.toml"
+    file.write_text('max_num_seqs = 9\nlease_s = 5\nredis_url = "redis://me:secret@host/0"\n')
+    monkeypatch.setenv("TOKENFLEET_LEASE_S", "7")
+    monkeypatch.delenv("TOKENFLEET_MODEL", raising=False)
+    monkeypatch.setenv("TOKENFLEET_CONFIG", str(file))
+    found = shown()
+    assert found["max_num_seqs"] == {"setting": "max_num_seqs", "value": 9, "from": str(file)}
+    assert found["lease_s"] == {"setting": "lease_s", "value": 7.0, "from": "TOKENFLEET_LEASE_S"}
+    assert found["prefix_cache"]["from"] == "default"
+    assert found["redis_url"]["value"] == "redis://me:***@host/0"
+    assert found["model"]["value"] is None
+    assert set(shown("--changed")) == {"max_num_seqs", "lease_s", "redis_url", "model"}
+
+
+def test_config_show_refuses_what_a_worker_would_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENFLEET_LEASE_S", "soon")
+    done = CliRunner().invoke(build(["config"]), ["config", "show"])
+    assert done.exit_code == 2
+    assert "lease_s" in done.stderr
