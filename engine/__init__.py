@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tokenfleet.engine.errors import InvalidRequest as InvalidRequest
     from tokenfleet.engine.errors import InvariantBroken as InvariantBroken
     from tokenfleet.engine.errors import UnsupportedModel as UnsupportedModel
+    from tokenfleet.engine.errors import WrongState as WrongState
     from tokenfleet.engine.request import EngineRequest as EngineRequest
     from tokenfleet.engine.sampling_params import SamplingParams as SamplingParams
     from tokenfleet.engine.stats import StepStats as StepStats
@@ -39,6 +40,7 @@ _ROOMS = {
         "InvalidRequest",
         "InvariantBroken",
         "UnsupportedModel",
+        "WrongState",
     ),
     "sampling_params": ("SamplingParams",),
     "stats": ("StepStats",),

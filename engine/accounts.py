@@ -39,6 +39,8 @@ class Accounts:
         """Events that came about between steps; the next step gives them out."""
         self.num_errors = 0
         """Sequences ended by an error since the start."""
+        self.weights_version = 0
+        """What events are made with from now on."""
 
     def __bool__(self) -> bool:
         return bool(self._accounts or self.pending)
@@ -50,6 +52,10 @@ class Accounts:
     def sequences(self) -> Iterator[Sequence]:
         """Every sequence of every open request."""
         return (s for account in self._accounts.values() for s in account.sequences)
+
+    def requests(self) -> Iterator[tuple[EngineRequest, list[Sequence]]]:
+        """Every open request and its sequences."""
+        return ((account.request, account.sequences) for account in self._accounts.values())
 
     def running_choice(self, request_id: str, choice: int) -> tuple[EngineRequest, Sequence]:
         """A choice that has not ended.
@@ -73,7 +79,10 @@ class Accounts:
 
     def _end_unopened(self, request: EngineRequest, reason: str, error: str | None) -> None:
         choices = (c for c in range(request.params.n) if c not in request.ended)
-        self.pending += [CoreEvent(request.id, c, [], reason, error=error) for c in choices]
+        self.pending += [
+            CoreEvent(request.id, c, [], reason, error=error, weights_version=self.weights_version)
+            for c in choices
+        ]
 
     def open(self, request: EngineRequest, sequences: list[Sequence]) -> None:
         """Queue a request's sequences; those with no token left to make end at once."""
@@ -126,12 +135,12 @@ class Accounts:
             elif outcome.chunk.samples:
                 reason = _take_token(outcome)
                 if reason is None:
-                    events.append(_event(account, outcome, None))
+                    events.append(self._event(account, outcome, None))
                 else:
                     ended.append((account, outcome, reason))
         self._scheduler.complete(plan)
         for account, outcome, reason in ended:
-            events.append(_event(account, outcome, reason))
+            events.append(self._event(account, outcome, reason))
             self._close(account, outcome.chunk.sequence)
         return events
 
@@ -150,9 +159,30 @@ class Accounts:
     ) -> None:
         reports = _give_prompt_logprobs(account, sequence)
         events.append(
-            CoreEvent(account.request.id, sequence.choice, [], reason, None, reports, error)
+            CoreEvent(
+                id=account.request.id,
+                choice=sequence.choice,
+                token_ids=[],
+                finish_reason=reason,
+                prompt_logprobs=reports,
+                error=error,
+                weights_version=self.weights_version,
+            )
         )
         self._close(account, sequence)
+
+    def _event(self, account: Account, outcome: Outcome, reason: str | None) -> CoreEvent:
+        sequence, has_token = outcome.chunk.sequence, outcome.token >= 0
+        return CoreEvent(
+            id=account.request.id,
+            choice=sequence.choice,
+            token_ids=[outcome.token] if has_token else [],
+            finish_reason=reason,
+            logprobs=[outcome.logprobs] if has_token and outcome.logprobs is not None else None,
+            prompt_logprobs=_give_prompt_logprobs(account, sequence),
+            error=outcome.error,
+            weights_version=self.weights_version,
+        )
 
     def _close(self, account: Account, sequence: Sequence) -> None:
         if sequence.state is SequenceState.FINISHED:
@@ -195,19 +225,6 @@ def _take_token(outcome: Outcome) -> str | None:
     if _is_end(sequence):
         return "stop"
     return "length" if len(sequence.tokens) >= sequence.max_len else None
-
-
-def _event(account: Account, outcome: Outcome, reason: str | None) -> CoreEvent:
-    sequence, has_token = outcome.chunk.sequence, outcome.token >= 0
-    return CoreEvent(
-        id=account.request.id,
-        choice=sequence.choice,
-        token_ids=[outcome.token] if has_token else [],
-        finish_reason=reason,
-        logprobs=[outcome.logprobs] if has_token and outcome.logprobs is not None else None,
-        prompt_logprobs=_give_prompt_logprobs(account, sequence),
-        error=outcome.error,
-    )
 
 
 def _keep_prompt_logprobs(account: Account, outcome: Outcome) -> None:

@@ -19,9 +19,10 @@ from tokenfleet.engine.admission import check_request, ending_tokens, longest, s
 from tokenfleet.engine.compiling import Compiling
 from tokenfleet.engine.config import EngineConfig
 from tokenfleet.engine.constraints import Constraint, ConstraintCompiler
-from tokenfleet.engine.errors import InvalidRequest, InvariantBroken
+from tokenfleet.engine.errors import InvalidRequest, InvariantBroken, WrongState
 from tokenfleet.engine.execution.flight import Flight, Timing
 from tokenfleet.engine.execution.loading import LoadedModel, load_model
+from tokenfleet.engine.execution.weights import NewWeights
 from tokenfleet.engine.request import CoreEvent, EngineRequest
 from tokenfleet.engine.sampling_params import SamplingParams
 from tokenfleet.engine.scheduling.audit import scheduler_faults
@@ -79,6 +80,10 @@ class EngineCore:
         self._arrivals = 0
         self._random = random.Random(config.seed)
         self._clean_steps = 0
+        self.weights_version = 0
+        """Updates of the weights since the start."""
+        self._asleep = False
+        self._incomplete = False
 
     # -- requests --------------------------------------------------------------------------
 
@@ -97,7 +102,9 @@ class EngineCore:
 
         Raises:
             InvalidRequest: with a code and what to do; nothing was queued.
+            WrongState: the engine sleeps.
         """
+        self._must_be_awake("take a request")
         max_len = self._check(request)
         if request.params.structured_outputs is None:
             self._open(request, max_len)
@@ -187,7 +194,9 @@ class EngineCore:
                 self._accounts.refuse(request, refusal)
 
     def _cache_context(self, request: EngineRequest) -> int:
-        return 0 if self.cache is None else self.cache.context(salt=request.cache_salt)
+        if self.cache is None:
+            return 0
+        return self.cache.context(weights_version=self.weights_version, salt=request.cache_salt)
 
     # -- one step --------------------------------------------------------------------------
 
@@ -196,7 +205,13 @@ class EngineCore:
 
         With overlap they are those of the step before; a step that computes nothing waits for it.
         After an exception (an interrupt) the running sequences are computed again.
+
+        Raises:
+            WrongState: the engine sleeps, or an update of its weights broke off.
         """
+        self._must_be_awake("compute a step")
+        if self._incomplete:
+            raise WrongState("an update of the weights broke off half way; update them again")
         try:
             return self._step()
         except BaseException:
@@ -230,6 +245,79 @@ class EngineCore:
         outcomes = self.runner.collect(flight)
         timing.sample_s += time.perf_counter() - began
         return self._accounts.settle(plan, outcomes)
+
+    # -- weights and memory ----------------------------------------------------------------
+
+    def update_weights(self, weights: NewWeights) -> int:
+        """Replace all weights between two steps; the new weights version.
+
+        Requests go on: what they have said stays, and what was computed for them (as every cached
+        prefix) is computed again with the new weights. Steps in flight are settled first; their
+        events come with the next step.
+
+        Args:
+            weights: directory of a checkpoint of the same model, or every tensor of one by name,
+                as they are before any quantization. They must not change until this returns.
+
+        Raises:
+            CheckpointError: something is missing, left over, or of another shape or form; nothing
+                was changed. If a file changes while it is read, the weights are incomplete: steps
+                raise WrongState until an update succeeds.
+            WrongState: the engine sleeps.
+        """
+        self._must_be_awake("update its weights")
+        update = self.runner.prepare_weights(weights)
+        self._settle_all()
+        self._incomplete = True
+        update.write()
+        self._incomplete = False
+        self._forget_kv()
+        self.weights_version += 1
+        self._accounts.weights_version = self.weights_version
+        for request, sequences in self._accounts.requests():
+            for sequence in sequences:
+                sequence.cache_context = self._cache_context(request)
+        return self.weights_version
+
+    def sleep(self) -> None:
+        """Give up the memory of KV blocks, graphs and, on CUDA, weights, which wait on the host.
+
+        Raises:
+            WrongState: requests have not ended, or it sleeps already.
+        """
+        self._must_be_awake("go to sleep")
+        if self.has_work:
+            raise WrongState("requests have not ended; the engine goes to sleep only when idle")
+        self._forget_kv()
+        self.runner.sleep()
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Come back from `sleep` with the same weights, and nothing cached.
+
+        Raises:
+            WrongState: it does not sleep.
+            ConfigError: the memory is not there (yet); it sleeps on, and may be woken later.
+        """
+        if not self._asleep:
+            raise WrongState("the engine is awake; only one that sleeps can be woken")
+        self.runner.wake()
+        self._asleep = False
+
+    def _must_be_awake(self, purpose: str) -> None:
+        if self._asleep:
+            raise WrongState(f"the engine sleeps and cannot {purpose}; wake it first")
+
+    def _settle_all(self) -> None:
+        events = self._accounts.give_pending()
+        while self._flights:
+            events += self._settle_oldest(Timing())
+        self._accounts.pending = events
+
+    def _forget_kv(self) -> None:
+        """Nothing that is in the blocks is known any more."""
+        self.scheduler.restart()
+        self.scheduler.pool.forget_prefixes()
 
     def audit(self) -> None:
         """Check every invariant of blocks, slots and tables.

@@ -13,6 +13,7 @@ from typing import Any
 from tokenfleet.engine.config import EngineConfig
 from tokenfleet.engine.core import EngineCore
 from tokenfleet.engine.errors import InvalidRequest
+from tokenfleet.engine.execution.weights import NewWeights
 from tokenfleet.engine.request import CoreEvent, EngineRequest, Logprobs
 from tokenfleet.engine.sampling_params import SamplingParams
 from tokenfleet.engine.stats import StepStats
@@ -35,6 +36,8 @@ class OutputEvent:
     stop: str | None = None
     """The stop string that ended it."""
     error: str | None = None
+    weights_version: int = 0
+    """Updates of the weights before the step that made it."""
 
 
 @dataclass(slots=True)
@@ -48,6 +51,8 @@ class Choice:
     prompt_logprobs: list[Logprobs | None] | None = None
     stop: str | None = None
     error: str | None = None
+    weights_versions: list[int] = field(default_factory=list)
+    """Versions of the weights that its tokens were made with, in order."""
 
     def extend(self, event: OutputEvent) -> None:
         """Add what an event brought."""
@@ -55,6 +60,8 @@ class Choice:
         self.token_ids += event.token_ids
         self.finish_reason = event.finish_reason
         self.stop, self.error = event.stop, event.error
+        if event.weights_version not in self.weights_versions:
+            self.weights_versions.append(event.weights_version)
         if event.logprobs is not None:
             self.logprobs = (self.logprobs or []) + event.logprobs
         self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs
@@ -90,6 +97,10 @@ class Output:
     @property
     def error(self) -> str | None:
         return self.choices[0].error
+
+    @property
+    def weights_versions(self) -> list[int]:
+        return self.choices[0].weights_versions
 
 
 class Engine:
@@ -178,6 +189,18 @@ class Engine:
         events = [*self._ready, *self._with_text(self.core.step())]
         self._ready = []
         return events
+
+    def update_weights(self, weights: NewWeights) -> int:
+        """Replace all weights between two steps; see EngineCore.update_weights."""
+        return self.core.update_weights(weights)
+
+    def sleep(self) -> None:
+        """Free KV blocks and, on CUDA, the card's copy of the weights; see EngineCore.sleep."""
+        self.core.sleep()
+
+    def wake(self) -> None:
+        """Come back from `sleep`; see EngineCore.wake."""
+        self.core.wake()
 
     @property
     def has_work(self) -> bool:
@@ -297,6 +320,7 @@ class Engine:
             prompt_logprobs=event.prompt_logprobs,
             stop=delta.stop,
             error=error,
+            weights_version=event.weights_version,
         )
 
     def _close(self, request_id: str, choice: int) -> None:

@@ -5,6 +5,7 @@
     |- UnsupportedModel   an architecture or a field that this engine does not implement
     |- CheckpointError    a file or tensor is missing, short, of the wrong shape, or left over
     |- InvalidRequest     one request cannot be run; `code` is stable, the message is for people
+    |- WrongState         asked for at a wrong time: the engine sleeps, runs, or lacks weights
     `- InvariantBroken    audit() found the engine's own bookkeeping wrong: a bug, never a user's
     fault
 
@@ -43,6 +44,10 @@ class InvalidRequest(EngineError):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+class WrongState(EngineError):
+    """The engine cannot do this now: it sleeps, has requests, or its weights are incomplete."""
 
 
 class InvariantBroken(EngineError):

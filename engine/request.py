@@ -43,3 +43,5 @@ class CoreEvent:
     prompt_logprobs: list[Logprobs | None] | None = None
     """On the choice's first event, when asked for; the first entry is None."""
     error: str | None = None
+    weights_version: int = 0
+    """Updates of the weights before the step that made it."""

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from tokenfleet.engine.config import EngineConfig
+from tokenfleet.engine.errors import ConfigError
 from tokenfleet.engine.execution.buckets import Bucket, decode_buckets, mixed_buckets
 from tokenfleet.engine.execution.capture import Capture
 from tokenfleet.engine.execution.flight import Flight, Outcome
+from tokenfleet.engine.execution.memory import (
+    CudaProbe,
+    MemoryProbe,
+    cpu_room,
+    cuda_room,
+    fitting_blocks,
+)
 from tokenfleet.engine.execution.placement import (
     check_quantization,
     pick_block_size,
@@ -18,10 +29,11 @@ from tokenfleet.engine.execution.placement import (
     pick_device,
     pick_dtype,
     pick_max_len,
-    pick_num_blocks,
     pick_overlap,
 )
+from tokenfleet.engine.execution.profiling import run_largest_step
 from tokenfleet.engine.execution.runner import Runner
+from tokenfleet.engine.execution.weights import NewWeights, WeightUpdate
 from tokenfleet.engine.model.decoder import Decoder
 from tokenfleet.engine.model.families import read_spec
 from tokenfleet.engine.model.loader import load_decoder
@@ -40,6 +52,18 @@ class RunsSteps(Protocol):
 
     def collect(self, flight: Flight) -> list[Outcome]:
         """Wait for the oldest flight; one outcome per chunk of its plan, in its order."""
+        ...
+
+    def prepare_weights(self, weights: NewWeights) -> WeightUpdate:
+        """Check new weights; writing them is what changes something."""
+        ...
+
+    def sleep(self) -> None:
+        """Free what can be made again; nothing is in flight."""
+        ...
+
+    def wake(self) -> None:
+        """Make it again, or raise ConfigError and sleep on."""
         ...
 
 
@@ -97,11 +121,13 @@ def load_model(
         quantization=config.quantization,
         kv_in_fp8=config.kv_cache_dtype == "fp8",
     )
-    num_blocks = pick_num_blocks(config, decoder, block_size, max_len, device)
-    overlap = pick_overlap(config, device)
     capture = capture or pick_capture(config, device)
     buckets = buckets_for(config, decoder) if capture is not None else []
-    runner = Runner(
+    probe = CudaProbe(device) if device.type == "cuda" else None
+    num_blocks = pick_num_blocks(config, decoder, block_size, max_len, probe, 3 * len(buckets))
+    overlap = pick_overlap(config, device)
+    make_runner = partial(
+        Runner,
         decoder,
         num_slots=config.max_num_seqs,
         num_blocks=num_blocks,
@@ -112,9 +138,40 @@ def load_model(
         ahead=overlap,
         capture=capture,
         buckets=buckets,
+        quantization=config.quantization,
+        probe=probe,
     )
+    try:
+        runner = make_runner()
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{num_blocks} KV blocks fitted, and when they were made the memory was gone: another"
+            f" process took it. End that, or lower gpu_memory_fraction ({error})"
+        ) from error
     traffic = traffic_of(decoder)
     return LoadedModel(spec, runner, max_len, block_size, num_blocks, traffic, overlap)
+
+
+def pick_num_blocks(
+    config: EngineConfig,
+    decoder: Decoder,
+    block_size: int,
+    max_len: int,
+    probe: MemoryProbe | None,
+    num_graphs: int,
+) -> int:
+    """Usable KV blocks; on a device with a probe, of what its profiling run leaves.
+
+    Raises:
+        ConfigError: with the sum that did not work out.
+    """
+    if probe is None:
+        room = cpu_room()
+    else:
+        step = partial(run_largest_step, decoder, config, block_size, max_len)
+        room = cuda_room(config, probe, step, num_graphs)
+    per_block = decoder.kv_bytes_per_block(block_size)
+    return fitting_blocks(config, room, per_block=per_block, block_size=block_size, max_len=max_len)
 
 
 def buckets_for(config: EngineConfig, decoder: Decoder) -> list[Bucket]:

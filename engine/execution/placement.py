@@ -1,11 +1,9 @@
-"""How many KV blocks an engine gets, and on what device and in what dtype it runs.
+"""On what device, in what dtype and in which way an engine runs: what `auto` and None mean.
 
-The number is decided once, at the start; a refusal shows the sum that did not work out.
+Each is decided once, at the start. How many KV blocks it gets is decided in memory.py.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import torch
 
@@ -13,13 +11,8 @@ from tokenfleet.engine.config import EngineConfig
 from tokenfleet.engine.errors import ConfigError
 from tokenfleet.engine.execution.capture import Capture, CudaGraphCapture
 from tokenfleet.engine.execution.dtype_memory import fastest_dtype
-from tokenfleet.engine.model.decoder import Decoder
 from tokenfleet.engine.model.spec import ModelSpec
 
-CPU_SHARE = 0.25
-"""Part of the memory that is available at the start which KV blocks may come to use on a CPU."""
-
-_GIB = 1 << 30
 _DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -78,30 +71,6 @@ def pick_block_size(config: EngineConfig, device: torch.device) -> int:
     return config.block_size or (16 if device.type == "cuda" else 32)
 
 
-def pick_num_blocks(
-    config: EngineConfig, decoder: Decoder, block_size: int, max_len: int, device: torch.device
-) -> int:
-    """Usable blocks: the configured number, else what memory holds and the slots can use.
-
-    Raises:
-        ConfigError: not even one sequence of max_len tokens fits.
-    """
-    if config.num_blocks is not None:
-        return config.num_blocks
-    per_block = decoder.kv_bytes_per_block(block_size)
-    most_useful = config.max_num_seqs * -(-max_len // block_size)
-    budget = _cuda_budget(config) if device.type == "cuda" else _cpu_budget()
-    fitting = budget // per_block - 1
-    needed = -(-max_len // block_size)
-    if fitting < needed:
-        raise ConfigError(
-            f"one sequence of max_model_len {max_len} needs {needed} KV blocks of "
-            f"{per_block} bytes and memory has room for {max(fitting, 0)} "
-            f"({budget / _GIB:.2f} GiB); lower max_model_len or free memory"
-        )
-    return min(fitting, most_useful)
-
-
 def pick_max_len(config: EngineConfig, spec: ModelSpec) -> int:
     """Longest prompt plus output.
 
@@ -116,29 +85,3 @@ def pick_max_len(config: EngineConfig, spec: ModelSpec) -> int:
             f"of this {spec.model_type} model; use at most {spec.max_model_len}"
         )
     return config.max_model_len
-
-
-def _cuda_budget(config: EngineConfig) -> int:
-    """Bytes left of this process's share of the card, after what it holds and has peaked at."""
-    _free, total = torch.cuda.mem_get_info()
-    held = torch.cuda.max_memory_reserved()
-    return int(total * config.gpu_memory_fraction) - held
-
-
-def _cpu_budget() -> int:
-    return int(available_memory_bytes() * CPU_SHARE)
-
-
-def available_memory_bytes() -> int:
-    """Memory that can be used without swapping: the machine's, or the control group's if less."""
-    fields = dict(
-        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
-    )
-    machine = int(fields["MemAvailable"].split()[0]) * 1024
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if not limit.is_file() or limit.read_text().strip() == "max":
-        return machine
-    used = int((limit.parent / "memory.current").read_text())
-    lines = (limit.parent / "memory.stat").read_text().splitlines()
-    files = next((int(x.split()[1]) for x in lines if x.startswith("inactive_file ")), 0)
-    return min(machine, int(limit.read_text()) - used + files)

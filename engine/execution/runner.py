@@ -32,11 +32,13 @@ from tokenfleet.engine.execution.flight import (
     Timing,
 )
 from tokenfleet.engine.execution.graphs import DeviceTables, StepGraphs, fits_graph
+from tokenfleet.engine.execution.memory import MemoryProbe, check_free
 from tokenfleet.engine.execution.param_table import Ids, ParamTable
 from tokenfleet.engine.execution.prompt_logprobs import prompt_logprobs, wanted
 from tokenfleet.engine.execution.sampler import Sampler
 from tokenfleet.engine.execution.slots import SlotTable
 from tokenfleet.engine.execution.transfers import transfers_for
+from tokenfleet.engine.execution.weights import NewWeights, WeightUpdate, moved, num_bytes
 from tokenfleet.engine.model.decoder import Decoder
 from tokenfleet.engine.scheduling.plan import Chunk, StepPlan
 from tokenfleet.kernels.paged_attention import KVPool
@@ -69,6 +71,8 @@ class Runner:
         ahead: whether a step may be launched before the one before it is collected.
         capture: what steps are captured with; None = every step is launched.
         buckets: the steps to capture.
+        quantization: of weights that come later, as the decoder's own.
+        probe: of the device's memory, asked before waking; None = it is not asked.
     """
 
     def __init__(
@@ -84,10 +88,13 @@ class Runner:
         ahead: bool = False,
         capture: Capture | None = None,
         buckets: Items[Bucket] = (),
+        quantization: str | None = None,
+        probe: MemoryProbe | None = None,
     ) -> None:
         self.decoder = decoder
         self.device = device
         self.pools: list[KVPool] = decoder.make_pools(num_blocks + 1, block_size)
+        self._num_blocks = num_blocks
         self.slots = SlotTable(num_slots, block_size, max_len)
         self.params = ParamTable(num_slots, decoder.spec.vocab_size)
         self.unknown = _unknown(decoder.spec.vocab_size, known_tokens, device)
@@ -101,24 +108,26 @@ class Runner:
         self.graphs: StepGraphs | None = None
         self.fault_hook: FaultHook | None = None
         self._max_len = max_len
-        if capture is not None and buckets:
-            self._capture(capture, buckets)
+        self._capture, self._buckets = capture, buckets
+        self._quantization, self._probe = quantization, probe
+        self._make_graphs()
 
     @torch.inference_mode()
-    def _capture(self, capture: Capture, buckets: Items[Bucket]) -> None:
-        assert self.newest is not None
+    def _make_graphs(self) -> None:
+        if self._capture is None or self.newest is None or not self._buckets:
+            return
         max_blocks = -(-self._max_len // self.slots.block_size)
         num_slots = self.newest.shape[0] - 1
         self.graphs = StepGraphs(
             self.decoder,
             self.pools,
-            buckets,
+            self._buckets,
             tables=DeviceTables(num_slots, max_blocks, self.transfers, self.device),
             newest=self.newest,
             unknown=self.unknown,
             max_len=self._max_len,
             transfers=self.transfers,
-            capture=capture,
+            capture=self._capture,
         )
 
     @torch.inference_mode()
@@ -151,6 +160,38 @@ class Runner:
         ends = np.fromiter((chunk.start + chunk.count for chunk, _ in got), np.int64, len(got))
         self.slots.append(slots, ends, np.fromiter((t for _, t in got), np.int64, len(got)))
         return outcomes
+
+    # -- weights and memory ----------------------------------------------------------------
+
+    def prepare_weights(self, weights: NewWeights) -> WeightUpdate:
+        """Check new weights for this decoder; see WeightUpdate."""
+        return WeightUpdate(self.decoder, weights, self._quantization)
+
+    def sleep(self) -> None:
+        """Free KV blocks and graphs; on CUDA the weights wait in the host's memory."""
+        self.graphs = None
+        self.pools = []
+        if self.device.type == "cuda":
+            self.decoder = moved(self.decoder, lambda tensor: tensor.cpu())
+            _free_cached_memory(self.device)
+
+    def wake(self) -> None:
+        """Undo `sleep`. Graphs are captured anew: the addresses are others.
+
+        Raises:
+            ConfigError: the memory is not there; nothing was changed.
+        """
+        size = self.slots.block_size
+        if self._probe is not None:
+            needed = (self._num_blocks + 1) * self.decoder.kv_bytes_per_block(size)
+            needed += num_bytes(self.decoder)
+            check_free(self._probe, needed)
+        if self.decoder.device != self.device:
+            self.decoder = moved(self.decoder, lambda tensor: tensor.to(self.device))
+        self.pools = self.decoder.make_pools(self._num_blocks + 1, size)
+        self._make_graphs()
+
+    # -- inside ----------------------------------------------------------------------------
 
     def _prepare(self, plan: StepPlan, timing: Timing) -> str | None:
         """Bring rows and shared blocks up to the plan; why the step cannot be, if it cannot.

@@ -87,6 +87,12 @@ class BlockPool:
                 else:
                     self._free.move_to_end(block, last=False)
 
+    def forget_prefixes(self) -> None:
+        """No block holds a known prefix any more."""
+        if self._cache is not None:
+            self._cache.clear()
+        self.num_cached = 0
+
     def _holds_prefix(self, block: int) -> bool:
         return self._cache is not None and self._cache.holds(block)
 
