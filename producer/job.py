@@ -96,21 +96,26 @@ class AsyncJob:
         return state
 
     async def result(self, timeout_s: float | None = None) -> JobResult:
-        """Wait for the end and return what came out.
+        """Wait for the end and return what came out. Redis is asked once, however short the time.
 
         Raises JobFailed, JobCancelled, DeadlineExceeded as the job ended, JobExpired when Redis no
         longer knows it, and ResultTimeout after `timeout_s`: the job goes on then.
         """
-        reader = self._link_of().reader
-        state: list[State] = []
+        link = self._link_of()
+        await link.connection.ready()
+        state = (await link.reader.look(self.id)).state
+        if state is None:
+            raise JobExpired(self.id)
+        if not state.terminal:
+            await self._wait(link.reader, timeout_s, [state])
+        return await self._fetch()
+
+    async def _wait(self, reader: JobReader, timeout_s: float | None, seen: list[State]) -> None:
         try:
             async with asyncio.timeout(timeout_s):
-                await _until_ended(reader, self.id, state)
+                await _until_ended(reader, self.id, seen)
         except TimeoutError as error:
-            raise ResultTimeout(self.id, timeout_s or 0.0, state[-1] if state else "unknown") from (
-                error
-            )
-        return await self._fetch()
+            raise ResultTimeout(self.id, timeout_s or 0.0, seen[-1]) from error
 
     async def _fetch(self) -> JobResult:
         connection = self._link_of().connection

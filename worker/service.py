@@ -173,6 +173,7 @@ class WorkerService:
             self.roster,
             self.telemetry,
             step_limit_s=settings.step_limit_s,
+            start_limit_s=settings.engine_start_timeout_s,
             on_ready=self._engine_ready,
         )
         self._leases = LeaseKeeper(

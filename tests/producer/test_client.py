@@ -19,6 +19,7 @@ from tokenfleet.producer import (
     DeadlineExceeded,
     InvalidJob,
     JobCancelled,
+    JobExpired,
     JobFailed,
     ResultTimeout,
     SamplingParams,
@@ -27,6 +28,7 @@ from tokenfleet.producer import (
 )
 from tokenfleet.producer.connection import _check_version
 from tokenfleet.producer.embedded import EmbeddedServer
+from tokenfleet.producer.keys import new_job_id
 from tokenfleet.producer.protocol import Choice, Event, EventError, JobResult
 from tokenfleet.worker.queue import Emission
 
@@ -88,6 +90,18 @@ async def test_a_result_that_does_not_come_in_time_cancels_nothing(lab):
         await job.result(timeout_s=0.3)
     assert isinstance(caught.value, TimeoutError)
     assert (await job.status()).state == "waiting"
+
+
+async def test_a_result_that_is_there_needs_no_time(lab):
+    client, queue = lab.client(), await lab.queue()
+    job = await client.submit(model="m", prompt="x")
+    with pytest.raises(ResultTimeout, match="waiting after 0 s"):
+        await job.result(timeout_s=0)
+    (claimed,) = await queue.claim(1)
+    await queue.finish(claimed, [], RESULT)
+    assert (await job.result(timeout_s=0)).token_ids == RESULT.token_ids
+    with pytest.raises(JobExpired):
+        await client.job(new_job_id(0)).result(timeout_s=0)
 
 
 async def test_each_bad_end_has_an_error_of_its_own(lab):

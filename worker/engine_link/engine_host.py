@@ -37,6 +37,7 @@ class EngineHost:
     Args:
         make: a handle for a new engine process.
         step_limit_s: with work and without a sign of life for this long, it is killed.
+        start_limit_s: not ready for this long after its launch, it is killed.
         on_ready: told each time an engine is up.
     """
 
@@ -48,6 +49,7 @@ class EngineHost:
         telemetry: Telemetry,
         *,
         step_limit_s: float,
+        start_limit_s: float,
         on_ready: Callable[[EngineInfo], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -56,6 +58,7 @@ class EngineHost:
         self._roster = roster
         self._telemetry = telemetry
         self._step_limit_s = step_limit_s
+        self._start_limit_s = start_limit_s
         self._on_ready = on_ready
         self._clock = clock
         self._handle: EngineHandle | None = None
@@ -105,9 +108,16 @@ class EngineHost:
         """Start an engine and serve it until it dies; returns of what."""
         self._handle = handle = self._make()
         try:
-            info = await handle.start()
+            async with asyncio.timeout(self._start_limit_s) as limit:
+                info = await handle.start()
         except (EngineStartFailed, OSError) as error:  # OSError: no process, no memory
             self._deaths += 1
+            if limit.expired():
+                await handle.kill()
+                return (
+                    f"it was not ready after {self._start_limit_s:g} s; if loading takes longer, "
+                    "raise engine_start_timeout_s"
+                )
             return str(error)
         self._dispatcher.engine = handle
         self._on_ready(info)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
+import structlog
 
 from tokenfleet.producer.errors import BrokerUnavailable
 from tokenfleet.worker.queue import JobQueue
@@ -219,3 +221,30 @@ async def test_no_step_runs_with_an_empty_slot_while_jobs_wait(fleet, until, mon
     assert len(ran) > 100
     first_full = ran.index(4)
     assert set(ran[first_full : last_full + 1]) == {4}
+
+
+async def test_an_engine_that_hangs_at_its_start_is_ended_and_another_one_serves(
+    fleet, until
+) -> None:
+    fleet.engine_may_start = asyncio.Event()
+    fleet.worker(engine_start_timeout_s=0.1)
+    job = await fleet.submit()
+    await until(lambda: len(fleet.engines) > 1)
+    fleet.engine_may_start.set()
+    await until(lambda: fleet.has(job))
+    fleet.engine.say(job, "x", "stop")
+    await until(lambda: fleet.is_(job, "finished"))
+    assert await fleet.field(job, "failures") == "0"
+
+
+async def test_an_engine_process_that_hangs_at_its_start_leaves_nothing_behind(
+    fleet, until
+) -> None:
+    settings = {"simulated_step_ms": 1, "fault": "hang@start:1", "engine_start_timeout_s": 0.5}
+    worker = fleet.worker(simulated=True, **settings)
+    await asyncio.sleep(0)  # it wires itself when it runs
+    first = await until(lambda: worker._host.pid)
+    with structlog.testing.capture_logs() as lines:
+        await until(lambda: worker._host.pid != first)
+    assert "not ready after 0.5 s; if loading" in lines[0]["cause"]
+    assert not os.path.exists(f"/proc/{first}")  # noqa: ASYNC240, PTH110 - blocks nothing
