@@ -94,7 +94,7 @@ class WorkerSettings(BaseSettings):
     step_limit_s: Positive = 120.0
     """An engine with work and without a step for this long hangs: its jobs are handed back."""
     engine_start_timeout_s: Positive = 600.0
-    """An engine that is not ready this long after its launch hangs: it is ended, another started."""
+    """An engine not ready this long after its launch hangs: it is ended, another one started."""
     flush_interval_ms: NotNegative = 25.0
     """Later tokens of a job are published this often; 0 = every step."""
     prefetch: Annotated[int, Field(ge=0)] = 2
