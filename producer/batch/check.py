@@ -224,13 +224,13 @@ class Checker:
 
 
 def check_file(
-    path: Path,
+    path: Path | str,
     rules: FileRules | None = None,
     *,
     on_problem: Callable[[Problem], object] | None = None,
 ) -> FileReport:
     """Read the whole file once. Raises OSError when it cannot be read."""
-    return _Pass(rules or FileRules(), on_problem).over(path)
+    return _Pass(rules or FileRules(), on_problem).over(Path(path))
 
 
 class _Pass:
