@@ -31,9 +31,10 @@ def test_every_metric_that_is_made_is_on_the_page_with_its_kind() -> None:
             return create
 
     Instruments(Spy(), About("m", 1))  # type: ignore[arg-type]  # only its create_ methods are called
-    kinds = {"counter": "counter", "histogram": "histogram", "observable_gauge": "gauge"}
+    kinds = {"observable_counter": "counter", "histogram": "histogram", "observable_gauge": "gauge"}
     expected = {
-        (f"{name}_total" if kind == "counter" else name, kinds[kind]) for name, kind in made.items()
+        (f"{name}_total" if kinds[kind] == "counter" else name, kinds[kind])
+        for name, kind in made.items()
     }
     rows = set(re.findall(r"^\| `((?:gen_ai|tokenfleet)_\w+)` \| (\w+) \|", PAGE, re.MULTILINE))
     assert rows == expected

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from opentelemetry.context import Context
-from opentelemetry.metrics import CallbackOptions, Counter, Meter, Observation
+from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from tokenfleet.engine.stats import StepStats
 from tokenfleet.producer import semconv
-from tokenfleet.worker.observing.instruments import GAUGES, PHASES, TOTALS, Histograms
+from tokenfleet.worker.observing.instruments import GAUGES, PHASES, TOTALS, Histograms, Tally
 
 LEFT_AS = ("finished", "failed", "cancelled", "expired", "released", "lost")
 """States in which a job leaves a worker."""
@@ -51,9 +51,7 @@ class Instruments:
         self._ready: Callable[[], bool] | None = None
         self._broker: Callable[[], bool] | None = None
         self._histograms = Histograms.create(meter)
-        self._counters: dict[str, Counter] = {
-            name: meter.create_counter(name, description=text) for name, (_, text) in TOTALS.items()
-        }
+        self._counters = {name: Tally(meter, name, text) for name, (_, text) in TOTALS.items()}
         self._make_counters(meter)
         self._make_gauges(meter)
         self._begin_at_zero()
@@ -68,8 +66,8 @@ class Instruments:
             self._ended.add(0, {**self._labels, semconv.STATE: state})
 
     def _make_counters(self, meter: Meter) -> None:
-        def counter(name: str, text: str) -> Counter:
-            return meter.create_counter(name, description=text)
+        def counter(name: str, text: str) -> Tally:
+            return Tally(meter, name, text)
 
         self._claimed = counter(semconv.JOBS_CLAIMED, "Jobs taken under a lease.")
         self._resumed = counter(

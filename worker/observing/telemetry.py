@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
-from opentelemetry.util.types import AttributeValue
 
 from tokenfleet.producer import semconv, tracing
-from tokenfleet.producer.keys import GROUP, partition_of
+from tokenfleet.worker.observing import attributes
 from tokenfleet.worker.observing.exporters import ExportConfig, Exporters
 from tokenfleet.worker.observing.metrics import About, Instruments
 from tokenfleet.worker.observing.prometheus import Scrape
@@ -122,20 +121,20 @@ class Telemetry:
             context=parent,
             kind=SpanKind.CONSUMER,
             links=links,
-            attributes=self._process_attributes(job),
+            attributes=attributes.of_process(job, self._worker_id),
         )
         operation = semconv.operation_name(chat=job.request.messages is not None)
         span = self._tracer.start_span(
             f"{operation} {job.request.model}",
             context=trace.set_span_in_context(process),
-            attributes=_operation_attributes(job, operation),
+            attributes=attributes.of_operation(job, operation),
         )
         span.add_event(semconv.EVENT_CLAIMED, {semconv.JOB_ATTEMPT: job.attempt})
         waited_s = (job.claimed_ms - job.submitted_ms) / 1000
         self._running[job.id, job.attempt] = _Running(
             process=process,
             operation=span,
-            labels=_labels(operation, job.request.model),
+            labels=attributes.labels(operation, job.request.model),
             waited_s=waited_s,
             claimed_at=self._clock(),
             offset=job.offset,
@@ -205,23 +204,8 @@ class Telemetry:
                 span.set_status(Status(StatusCode.ERROR, failure))
             span.end()
 
-    def _process_attributes(self, job: ClaimedJob) -> dict[str, AttributeValue]:
-        return {
-            semconv.MESSAGING_SYSTEM: semconv.MESSAGING_SYSTEM_REDIS,
-            semconv.MESSAGING_OPERATION_NAME: semconv.PROCESS,
-            semconv.MESSAGING_OPERATION_TYPE: semconv.PROCESS,
-            semconv.MESSAGING_DESTINATION_NAME: semconv.queue_name(job.request.model, job.priority),
-            semconv.MESSAGING_DESTINATION_PARTITION_ID: str(partition_of(job.id)),
-            semconv.MESSAGING_CONSUMER_GROUP_NAME: GROUP,
-            semconv.MESSAGING_MESSAGE_ID: job.id,
-            semconv.MESSAGING_CLIENT_ID: self._worker_id,
-            semconv.JOB_ATTEMPT: job.attempt,
-            semconv.JOB_PRIORITY: job.priority,
-            semconv.JOB_TENANT: job.request.tenant,
-        }
-
     def _record_result(self, running: _Running, state: str, result: JobResult, now: float) -> None:
-        running.operation.set_attributes(_result_attributes(result))
+        running.operation.set_attributes(attributes.of_result(result))
         usage = result.usage
         self._instruments.result(
             usage.prompt_tokens,
@@ -299,43 +283,3 @@ class Telemetry:
             running.process.end()
         self._running.clear()
         self._exporters.shutdown(timeout_s)
-
-
-def _labels(operation: str, model: str) -> dict[str, str]:
-    return {
-        semconv.GEN_AI_OPERATION_NAME: operation,
-        semconv.GEN_AI_PROVIDER_NAME: semconv.PROVIDER,
-        semconv.GEN_AI_REQUEST_MODEL: model,
-    }
-
-
-def _operation_attributes(job: ClaimedJob, operation: str) -> dict[str, AttributeValue]:
-    """What was asked for; optional parameters only where they were given."""
-    asked = job.request.sampling
-    attributes: dict[str, AttributeValue | None] = {
-        **_labels(operation, job.request.model),
-        semconv.GEN_AI_RESPONSE_ID: job.id,
-        semconv.GEN_AI_REQUEST_MAX_TOKENS: asked.max_tokens,
-        semconv.GEN_AI_REQUEST_TEMPERATURE: asked.temperature,
-        semconv.GEN_AI_REQUEST_TOP_P: asked.top_p,
-        semconv.GEN_AI_REQUEST_TOP_K: asked.top_k if asked.top_k > 0 else None,
-        semconv.GEN_AI_REQUEST_SEED: _int64(asked.seed),
-        semconv.GEN_AI_REQUEST_CHOICE_COUNT: asked.n if asked.n > 1 else None,
-        semconv.GEN_AI_REQUEST_FREQUENCY_PENALTY: asked.frequency_penalty or None,
-        semconv.GEN_AI_REQUEST_PRESENCE_PENALTY: asked.presence_penalty or None,
-    }
-    return {name: value for name, value in attributes.items() if value is not None}
-
-
-def _int64(seed: int | None) -> int | None:
-    """A seed as OTLP can carry it: attributes are signed, seeds reach up to 2**64."""
-    return seed if seed is None or seed < 2**63 else seed - 2**64
-
-
-def _result_attributes(result: JobResult) -> dict[str, AttributeValue]:
-    return {
-        semconv.GEN_AI_RESPONSE_MODEL: result.model,
-        semconv.GEN_AI_RESPONSE_FINISH_REASONS: [c.finish_reason or "" for c in result.choices],
-        semconv.GEN_AI_USAGE_INPUT_TOKENS: result.usage.prompt_tokens,
-        semconv.GEN_AI_USAGE_OUTPUT_TOKENS: result.usage.completion_tokens,
-    }
