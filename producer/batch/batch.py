@@ -27,6 +27,7 @@ from tokenfleet.producer.batch.state import (
     Phase,
 )
 from tokenfleet.producer.batch.tally import Tally
+from tokenfleet.producer.batch.threads import in_thread
 from tokenfleet.producer.client import AsyncClient
 
 CANCEL_WITHIN_S = 30.0
@@ -63,6 +64,8 @@ class Batch:
             batch.state.check_settings(rules, settings)
             batch.check_input()
             return batch
+        if files.input.exists() and not files.input.is_file():
+            raise BatchError(f"{files.input} is read more than once: it must be a regular file")
         for path in (files.output, files.errors):
             if path.exists() and path.stat().st_size:
                 raise BatchError(f"{path} is there and of no batch known here; use another name")
@@ -110,7 +113,7 @@ class Batch:
             BrokerUnavailable: Redis was away for longer than patience_s.
         """
         if self.state.phase is Phase.COMPLETED:
-            return await asyncio.to_thread(self.summary)
+            return await in_thread(self.summary)
         async with self._running(client, in_flight, patience_s, on_progress) as runner:
             self.state = self.state.at(await runner.run())
             return await self._end(runner)
@@ -127,7 +130,7 @@ class Batch:
         They are kept for the workers' result_ttl_s; collect or run the batch before.
         """
         if self.state.phase is Phase.COMPLETED:
-            return await asyncio.to_thread(self.summary)
+            return await in_thread(self.summary)
         async with self._running(client, IN_FLIGHT, patience_s, on_progress) as runner:
             self.state = self.state.at(await runner.submit())
             return await self._end(runner)
@@ -156,7 +159,7 @@ class Batch:
                 return await self._end(runner)
         except BatchBusy:
             await self._ask_to_cancel()
-            return await asyncio.to_thread(self.summary)
+            return await in_thread(self.summary)
 
     def summary(self) -> Summary:
         """What is in the files now, read anew; also while another process writes to them."""
@@ -197,8 +200,8 @@ class Batch:
     ) -> AsyncIterator[Runner]:
         """A runner on the locked output; whatever happens, what it wrote is safe at the end."""
         output = Output(self.files, self.state)
-        await asyncio.to_thread(output.open)
         try:
+            await in_thread(output.open)
             await client.connect()
             await self._begin(client, new_round=begins)
             runner = Runner(
@@ -228,7 +231,7 @@ class Batch:
         if state.partitions is None:
             state = state.at(state.phase, partitions=client.link.connection.partitions)
         self.state = state
-        await asyncio.to_thread(state.write, self.files.state)
+        await in_thread(state.write, self.files.state)
 
     async def _end(self, runner: Runner) -> Summary:
         """Write the state down, once what it says is on the disk."""
@@ -236,7 +239,7 @@ class Batch:
         self.state = self.state.at(
             self.state.phase, progress=runner.progress(self.state.phase).as_dict(), pid=None
         )
-        await asyncio.to_thread(self.state.write, self.files.state)
+        await in_thread(self.state.write, self.files.state)
         self.files.cancel.unlink(missing_ok=True)
         return runner.summary(self.state)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Self
@@ -21,6 +22,7 @@ from tokenfleet.producer.batch.state import BatchError, BatchFiles, BatchState
 from tokenfleet.producer.batch.tally import Tally
 
 _BUFFER = 1 << 20
+_TRIES, _PAUSE_S = 5, 0.05
 
 
 class BatchBusy(BatchError):
@@ -138,14 +140,14 @@ def _record(raw: bytes, place: str, state: BatchState, *, failed: bool) -> Recor
 def _locked(path: Path) -> BinaryIO:
     """The file, for appending, and nobody else's as long as this process lives."""
     handle = path.open("ab+", buffering=_BUFFER)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        handle.close()
-        raise BatchBusy(
-            f"{path} is in use: another process runs this batch; see it with `batch watch`"
-        ) from None
-    return handle
+    for _ in range(_TRIES):  # who looks whether it is in use holds it for a moment, too
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except BlockingIOError:
+            time.sleep(_PAUSE_S)
+    handle.close()
+    raise BatchBusy(f"{path} is in use: another process runs this batch; see it with `batch watch`")
 
 
 def _cut_torn_line(handle: BinaryIO) -> None:

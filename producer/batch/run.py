@@ -21,10 +21,11 @@ from tokenfleet.producer.batch.keeper import Keeper
 from tokenfleet.producer.batch.lines import line_at, read_lines
 from tokenfleet.producer.batch.output import Output
 from tokenfleet.producer.batch.progress import Progress, Rates, Summary, summary_of
-from tokenfleet.producer.batch.records import refusal_of
+from tokenfleet.producer.batch.records import Ended, refusal_of
 from tokenfleet.producer.batch.remote import AT_ONCE, Flight, Look, Remote
-from tokenfleet.producer.batch.state import BatchFiles, BatchState, Phase
+from tokenfleet.producer.batch.state import BatchError, BatchFiles, BatchState, Phase
 from tokenfleet.producer.batch.tally import Tally
+from tokenfleet.producer.batch.threads import in_thread
 from tokenfleet.producer.errors import BrokerUnavailable
 from tokenfleet.producer.states import State
 
@@ -87,6 +88,8 @@ class Runner:
             await self._look_back()
             if self._output.tally.done == self.state.lines:
                 return Phase.COMPLETED
+            if self._exhausted and not self._flights and not self._pending:
+                raise BatchError(f"{self._files.input} has changed while it ran: lines are missing")
             if self._files.cancel.exists():
                 await self._patiently(self._cancel)
                 return Phase.CANCELLED
@@ -113,7 +116,7 @@ class Runner:
             self._last = Look()
             while flights:
                 look = await self._remote.look(flights)
-                await asyncio.to_thread(self._keeper.ended, look.ended)
+                await in_thread(self._keeper.ended, self._wanted(look))
                 self._last.add(look)
                 whole = look.seen == len(flights)
                 seen = {flight.line for flight, _ in look.ended}
@@ -122,12 +125,13 @@ class Runner:
 
     async def cancel(self) -> None:
         """Ask for the end of every job whose line is not done."""
+        self.state = self.state.at(Phase.CANCELLED)
         async for flights in self._all_flights():
-            await self._remote.cancel(flights)
+            await self._end(flights)
 
     async def finish(self) -> None:
         """Force what is written to the disk, and let go of it in Redis."""
-        await self._let_go(await asyncio.to_thread(self._keeper.sync, at_once=True))
+        await self._let_go(await in_thread(self._keeper.sync, at_once=True))
 
     async def _feed(self) -> bool:
         """Send lines while there is room; whether any was accepted.
@@ -155,7 +159,7 @@ class Runner:
             return self._pending
         if room <= 0 or self._keeper.full:
             return []
-        self._pending = await asyncio.to_thread(self._take, min(room, AT_ONCE))
+        self._pending = await in_thread(self._take, min(room, AT_ONCE))
         return self._pending
 
     def _take(self, count: int) -> list[BatchLine]:
@@ -175,6 +179,8 @@ class Runner:
         """Every line that is not done, in order."""
         done, longest = self._output.done, self.state.rules.max_line_bytes
         for raw in read_lines(self._files.input, max_line_bytes=longest):
+            if raw.number > self.state.lines:
+                return
             is_done = bool(done[raw.number])
             judged = self._checker.line(raw, translated=not is_done)
             if judged is not None and not is_done:
@@ -183,7 +189,7 @@ class Runner:
     async def _all_flights(self) -> AsyncIterator[list[Flight]]:
         """The jobs of all lines that are not done, sent or not."""
         while not self._exhausted:
-            lines = await asyncio.to_thread(self._take, AT_ONCE)
+            lines = await in_thread(self._take, AT_ONCE)
             yield [self._remote.flight(line) for line in lines]
 
     async def _collect(self) -> int:
@@ -194,7 +200,7 @@ class Runner:
         found, ended = Look(), 0
         for start in range(0, len(flights), AT_ONCE):
             look = await self._remote.look(flights[start : start + AT_ONCE])
-            await asyncio.to_thread(self._keeper.ended, look.ended)
+            await in_thread(self._keeper.ended, look.ended)
             for flight, _ in look.ended:
                 del self._flights[flight.line]
             ended += len(look.ended)
@@ -203,7 +209,7 @@ class Runner:
         self._freed += max(0, self._queued - found.waiting)
         self._last, self._queued = found, found.waiting
         if found.gone:
-            await asyncio.to_thread(self._take_up_again, found.gone)
+            await in_thread(self._take_up_again, found.gone)
         if found.waiting and self._left_s() == _NO_TIME_S:
             await self._remote.expire(list(self._flights.values())[:AT_ONCE])
         return ended
@@ -218,13 +224,22 @@ class Runner:
         self.resubmitted += len(gone)
 
     async def _cancel(self) -> None:
-        """End what is on its way; results that came before are still written."""
+        self.state = self.state.at(Phase.CANCELLED)
         flights = list(self._flights.values())
-        await self._remote.cancel(flights)
         for start in range(0, len(flights), AT_ONCE):
-            look = await self._remote.look(flights[start : start + AT_ONCE])
-            finished = [(f, job) for f, job in look.ended if job.state is not State.CANCELLED]
-            await asyncio.to_thread(self._keeper.ended, finished)
+            await self._end(flights[start : start + AT_ONCE])
+
+    async def _end(self, flights: Sequence[Flight]) -> None:
+        """End what is on its way; results that came before are still written."""
+        await self._remote.cancel(flights)
+        look = await self._remote.look(flights)
+        await in_thread(self._keeper.ended, self._wanted(look))
+
+    def _wanted(self, look: Look) -> list[tuple[Flight, Ended]]:
+        """What is to be written: a cancelled batch leaves its cancelled lines to the next round."""
+        if self.state.phase is not Phase.CANCELLED:
+            return look.ended
+        return [(flight, job) for flight, job in look.ended if job.state is not State.CANCELLED]
 
     async def _patiently(self, call: Callable[[], Awaitable[Found]]) -> Found:
         """Call again while Redis is away, for patience_s. Raises BrokerUnavailable after that."""
@@ -251,7 +266,7 @@ class Runner:
 
     async def _look_back(self) -> None:
         """Sync, let go, say how far it is."""
-        await self._let_go(await asyncio.to_thread(self._keeper.sync))
+        await self._let_go(await in_thread(self._keeper.sync))
         progress = self.progress(self.state.phase)
         if self._on_progress is not None:
             self._on_progress(progress)
@@ -259,7 +274,7 @@ class Runner:
         if now - self._written_down >= WRITE_DOWN_EVERY_S:
             self._written_down = now
             self.state = replace(self.state, progress=progress.as_dict(), pid=os.getpid())
-            await asyncio.to_thread(self.state.write, self._files.state, durable=False)
+            await in_thread(self.state.write, self._files.state, durable=False)
 
     async def _let_go(self, job_ids: list[str]) -> None:
         if job_ids:

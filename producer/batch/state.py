@@ -21,8 +21,8 @@ from typing import Any, Literal, Self
 
 from tokenfleet.producer.batch.check import FileReport, FileRules
 from tokenfleet.producer.batch.forms import Form
-from tokenfleet.producer.errors import TokenfleetError
-from tokenfleet.producer.keys import check_name, derived_job_id
+from tokenfleet.producer.errors import InvalidJob, TokenfleetError
+from tokenfleet.producer.keys import PRIORITIES, check_name, derived_job_id
 
 VERSION = 1
 
@@ -138,6 +138,8 @@ class BatchState:
     ) -> Self:
         """A batch that has not run."""
         check_name("tenant", settings.tenant)
+        if settings.priority not in PRIORITIES:
+            raise InvalidJob("priority", settings.priority, f"must be one of {PRIORITIES}")
         return cls(
             id=f"batch_{secrets.token_hex(12)}",
             created_ms=time.time_ns() // 1_000_000,

@@ -81,6 +81,10 @@ class Worker:
         """End a job that was left running."""
         await self._queue.finish(job, [], result_of(job, echo(job.request)))
 
+    async def cancelled(self, job: ClaimedJob) -> None:
+        """End a job that was left running as cancelled."""
+        await self._queue.finish(job, [], None, state="cancelled")
+
     async def _take(self, job: ClaimedJob) -> None:
         self.seen.append(job.request)
         answer = self._answer(job.request)

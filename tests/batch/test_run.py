@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tokenfleet.producer import InvalidJob
 from tokenfleet.producer.batch import (
     Batch,
     BatchBusy,
@@ -330,6 +332,64 @@ async def test_cancelling_a_submitted_batch_needs_no_process_at_it(
     async with working(valkey_lab) as worker:
         await prepared(path).run(valkey_lab.client())
     assert (len(worker.seen), len(outcome(BatchFiles.beside(path)))) == (10, 10)
+
+
+async def test_results_of_a_cancelled_batch_leave_cancelled_lines_to_the_next_round(
+    valkey_lab: Any, requests: Requests, working: Any, outcome: Outcome, tools: Any, until: Any
+) -> None:
+    path = requests(10)
+    files = BatchFiles.beside(path)
+    few = {f"say {number}" for number in range(1, 5)}
+    answer = lambda r: tools.echo(r) if r.messages[-1]["content"] in few else None  # noqa: E731
+    async with working(valkey_lab, answer) as worker:
+        await prepared(path).submit(valkey_lab.client())
+        await until(lambda: len(worker.seen) == 10)
+        cancelled = await prepared(path).cancel(valkey_lab.client())
+        assert (cancelled.completed, cancelled.left) == (4, 6), "what had ended is not run again"
+        for job in worker.held:
+            await worker.cancelled(job)
+        collected = await Batch.open(files).collect(valkey_lab.client())
+    assert (collected.phase, collected.failed, collected.left) == (Phase.CANCELLED, 0, 6)
+    async with working(valkey_lab, worker_id="w2"):
+        summary = await prepared(path).run(valkey_lab.client())
+    assert (summary.completed, len(outcome(files))) == (10, 10)
+
+
+async def test_an_input_that_shrinks_while_it_runs_ends_the_run(
+    valkey_lab: Any, requests: Requests, working: Any
+) -> None:
+    batch = prepared(requests(10))
+    requests(7)
+    async with working(valkey_lab):
+        with pytest.raises(BatchError, match="changed while it ran"):
+            await batch.run(valkey_lab.client())
+
+
+def test_an_input_that_can_be_read_only_once_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BatchError, match="regular file"):
+        prepared(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize("wrong", [{"priority": "urgent"}, {"tenant": "a:b"}])
+def test_settings_out_of_range_are_refused_before_anything_is_written(
+    wrong: dict[str, str], requests: Requests
+) -> None:
+    path = requests(1)
+    with pytest.raises(InvalidJob, match=next(iter(wrong))):
+        prepared(path, **wrong)
+    assert not BatchFiles.beside(path).state.exists()
+
+
+async def test_looking_at_a_batch_never_keeps_another_from_it(
+    valkey_lab: Any, requests: Requests, working: Any
+) -> None:
+    path = requests(3)
+    batch = prepared(path)
+    async with working(valkey_lab):
+        looks = [asyncio.to_thread(Batch.open(batch.files).glance) for _ in range(20)]
+        summary, *_ = await asyncio.gather(batch.run(valkey_lab.client()), *looks)
+    assert summary.completed == 3
 
 
 async def test_lines_expire_when_the_window_is_over_even_without_a_worker(

@@ -43,6 +43,7 @@ def batch_watch(
         if glance.phase in (Phase.COMPLETED, Phase.CANCELLED):
             return batch_base.print_summary(await asyncio.to_thread(begun.summary), output)
         base.note("no process is at it: this one takes it up")
+        await asyncio.to_thread(begun.check_input)
         return await batch_base.run_batch(
             begun,
             client,
