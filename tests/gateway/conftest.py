@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -227,6 +227,14 @@ def http(gateway: GatewayProcess) -> Iterator[httpx.Client]:
     """Plain HTTP, as alice."""
     headers = {"authorization": f"Bearer {gateway.key}"}
     with httpx.Client(base_url=gateway.url, headers=headers, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture
+async def web(gateway: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """Plain HTTP, as alice."""
+    headers = {"authorization": f"Bearer {gateway.key}"}
+    async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=60) as client:
         yield client
 
 

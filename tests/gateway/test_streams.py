@@ -78,14 +78,6 @@ async def hand(valkey: EmbeddedServer, gateway: Any, tools: Any) -> AsyncIterato
     await queue.aclose()
 
 
-@pytest.fixture
-async def web(gateway: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """Plain HTTP, as alice."""
-    headers = {"authorization": f"Bearer {gateway.key}"}
-    async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=60) as client:
-        yield client
-
-
 def asked(hand: Hand, **fields: Any) -> dict[str, Any]:
     return {"model": hand.model, "prompt": "a secret", "stream": True, **fields}
 
