@@ -19,7 +19,7 @@ OLDEST, NEWEST = "1.27", "1.34"
 """Versions of Kubernetes whose schemas the objects are held against."""
 
 
-@pytest.fixture(params=EXAMPLES)
+@pytest.fixture(scope="module", params=EXAMPLES)
 def objects(request: Any, render: ModuleType, example: Any) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = render.documents(example(request.param))
     return found
@@ -66,12 +66,17 @@ def test_every_object_is_valid_kubernetes(objects: list[dict[str, Any]], version
     assert others <= {"ServiceMonitor", "PrometheusRule", "ScaledObject", "TriggerAuthentication"}
 
 
-def test_what_ops_holds_is_deployed_as_it_is(render: ModuleType, example: Any, root: Path) -> None:
-    objects = render.documents(example("production"))
+@pytest.fixture(scope="module")
+def production(render: ModuleType, example: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = render.documents(example("production"))
+    return found
+
+
+def test_what_ops_holds_is_deployed_as_it_is(production: list[dict[str, Any]], root: Path) -> None:
     rules = yaml.safe_load((root / "ops/alerts/tokenfleet.yaml").read_text())
-    assert of(objects, "PrometheusRule")["spec"] == rules
+    assert of(production, "PrometheusRule")["spec"] == rules
     for name in ("fleet", "worker"):
-        data = of(objects, "ConfigMap", f"-{name}")["data"]
+        data = of(production, "ConfigMap", f"-{name}")["data"]
         (text,) = data.values()
         assert json.loads(text) == json.loads((root / f"ops/dashboards/{name}.json").read_text())
 
@@ -141,17 +146,20 @@ def test_budgets_services_and_monitors_select_the_pods(objects: list[dict[str, A
         assert wanted.items() <= of(objects, "Service", "worker")["metadata"]["labels"].items()
 
 
-def test_scaling_counts_running_jobs_of_every_partition(render: ModuleType, example: Any) -> None:
+def test_scaling_counts_running_jobs_of_every_partition(
+    production: list[dict[str, Any]],
+) -> None:
     from tokenfleet.producer.keys import Keys
 
-    objects = render.documents(example("production"))
-    spec = of(objects, "ScaledObject")["spec"]
+    spec = of(production, "ScaledObject")["spec"]
     keys = [trigger["metadata"]["listName"] for trigger in spec["triggers"]]
     assert keys == [Keys("prod", p).live("qwen3-8b") for p in range(4)]
     assert spec["advanced"]["scalingModifiers"]["formula"] == "p0 + p1 + p2 + p3"
     assert [trigger["name"] for trigger in spec["triggers"]] == ["p0", "p1", "p2", "p3"]
-    assert "replicas" not in of(objects, "Deployment", "worker")["spec"], "KEDA's to say"
-    assert spec["scaleTargetRef"]["name"] == of(objects, "Deployment", "worker")["metadata"]["name"]
+    assert "replicas" not in of(production, "Deployment", "worker")["spec"], "KEDA's to say"
+    assert (
+        spec["scaleTargetRef"]["name"] == of(production, "Deployment", "worker")["metadata"]["name"]
+    )
 
 
 def changed(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
