@@ -68,9 +68,10 @@ class Connection:
     ) -> None:
         self.namespace = check_name("namespace", namespace)
         self.connect_timeout_s = connect_timeout_s
-        self._address = _checked(broker)
+        self.address = _checked(broker)
+        """What the URL said; None for a client that was handed in."""
         self.cluster = isinstance(broker, aio.RedisCluster) or (
-            self._address is not None and self._address.kind == CLUSTER
+            self.address is not None and self.address.kind == CLUSTER
         )
         self.announce = "SPUBLISH" if self.cluster else "PUBLISH"
         self.partitions = partitions or (CLUSTER_PARTITIONS if self.cluster else 1)
@@ -92,8 +93,8 @@ class Connection:
 
     def _make(self) -> Any:
         timeout_s = min(SOCKET_TIMEOUT_S, self.connect_timeout_s)
-        if self._address is not None:
-            return dial(self._address, timeout_s)
+        if self.address is not None:
+            return dial(self.address, timeout_s)
         assert not isinstance(self._broker, str)
         return dial_like(self._broker, timeout_s)
 
@@ -204,7 +205,7 @@ class Connection:
 
     def describe(self) -> str:
         """The server's address for messages, without the password."""
-        return f"Redis at {self._address.shown}" if self._address is not None else "Redis"
+        return f"Redis at {self.address.shown}" if self.address is not None else "Redis"
 
 
 def _checked(broker: Broker) -> Address | None:

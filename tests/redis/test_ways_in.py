@@ -18,6 +18,7 @@ from tokenfleet.producer import (
 from tokenfleet.producer.address import parse_address
 from tokenfleet.producer.embedded import EmbeddedServer
 from tokenfleet.producer.rights import producer_rules
+from tokenfleet.worker.commands.doctor import GOOD, WARN, Doctor
 from tokenfleet.worker.rights import worker_rules
 
 
@@ -86,6 +87,9 @@ async def test_a_cluster_through_any_of_its_nodes(cluster_masters, site_at, unti
     site = site_at(f"redis://127.0.0.1:{node.port}?cluster=true")
     await whole_life(site, until, answer)
     assert site.client.link.connection.partitions == 16
+    findings = {f.check: f for f in await Doctor(site.connection).examine()}
+    assert "cluster ok, 3 masters; no replica of" in findings["copies"].found
+    assert {f.level for f in findings.values()} == {GOOD, WARN}
 
 
 async def test_users_with_exactly_the_rights_of_their_role(any_server, site_at, until, answer):

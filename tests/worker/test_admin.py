@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 
+from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.embedded import EmbeddedServer
 from tokenfleet.producer.errors import InvalidJob, JobExpired
 from tokenfleet.producer.keys import GROUP
 from tokenfleet.producer.protocol import SamplingParams
+from tokenfleet.producer.rights import producer_rules
 from tokenfleet.worker.commands.admin import Admin, QueueDepth
 from tokenfleet.worker.commands.doctor import BAD, GOOD, WARN, Doctor, Finding
+from tokenfleet.worker.commands.doctor_server import ServerChecks
+from tokenfleet.worker.rights import operator_rules
 
 
 async def a_dead_job(lab: Any, **fields: Any) -> str:
@@ -115,8 +119,9 @@ async def test_the_doctor_is_content_with_a_good_server_and_a_worker(lab: Any) -
     queue = await lab.queue()
     await queue.heartbeat({})
     findings = await examined(lab)
-    checks = ("version", "latency", "scripts", "memory", "persistence", "groups", "workers")
-    assert tuple(findings) == (*checks, "dead letters")
+    checks = ("version", "latency", "scripts", "access", "encryption", "memory", "persistence")
+    checks += ("copies", "clock", "groups", "workers", "stuck jobs", "dead letters")
+    assert tuple(findings) == checks
     assert findings["persistence"].level == WARN, "no append-only file on this server"
     assert "appendonly" in findings["persistence"].advice
     others = set(findings) - {"persistence"}
@@ -148,6 +153,83 @@ async def test_the_doctor_sees_a_server_that_drops_keys(own_lab: Any) -> None:
     assert finding.level == BAD
     assert "noeviction" in finding.advice
     assert (await examined(own_lab))["persistence"].level == GOOD
+
+
+async def test_the_doctor_sees_jobs_whose_lease_nobody_looks_at(lab: Any) -> None:
+    queue = await lab.queue(lease_s=5)
+    job_id = await lab.submit()
+    (job,) = await queue.claim(1)
+    assert (await examined(lab))["stuck jobs"].level == GOOD
+    await lab.expire_lease(job)
+    finding = (await examined(lab))["stuck jobs"]
+    assert finding.level == BAD
+    assert job_id in finding.found
+
+
+async def test_the_doctor_sees_a_memory_that_is_nearly_full(own_lab: Any) -> None:
+    used = (await own_lab.raw.info("memory"))["used_memory"]
+    await own_lab.raw.config_set("maxmemory", int(used * 1.1))
+    finding = (await examined(own_lab))["memory"]
+    assert (finding.level, "of it used" in finding.found) == (WARN, True)
+
+
+async def test_the_doctor_sees_a_replica_and_a_master_with_one(own_lab: Any) -> None:
+    with EmbeddedServer() as replica:
+        follower = Connection(replica.url, namespace=own_lab.namespace)
+        await follower.execute("REPLICAOF", "127.0.0.1", own_lab.server.port)
+        findings = {f.check: f for f in await Doctor(follower).examine()}
+        assert (findings["copies"].level, findings["copies"].found) == (BAD, "this is a replica")
+        await follower.aclose()
+
+        async def followed() -> bool:
+            return bool((await own_lab.raw.info("replication"))["connected_slaves"])
+
+        await own_lab.until(followed)
+        finding = (await examined(own_lab))["copies"]
+        assert (finding.level, finding.found.split(";")[0]) == (GOOD, "1 replica(s)")
+
+
+async def test_the_doctor_says_what_a_user_may_not_ask_and_looks_at_the_rest(lab: Any) -> None:
+    rules = producer_rules(lab.namespace)
+    await lab.raw.execute_command("ACL", "SETUSER", "nosy", "reset", "on", ">pw", *rules)
+    url = lab.server.url.replace("//", "//nosy:pw@")
+    connection = Connection(url, namespace=lab.namespace)
+    findings = {f.check: f for f in await Doctor(connection).examine()}
+    await connection.aclose()
+    assert findings["scripts"].level == GOOD
+    assert {findings[name].level for name in ("memory", "persistence")} == {WARN}
+    assert "tokenfleet acl operator" in findings["groups"].advice
+    rules = operator_rules(lab.namespace)
+    await lab.raw.execute_command("ACL", "SETUSER", "nosy", "reset", "on", ">pw", *rules)
+    connection = Connection(url, namespace=lab.namespace)
+    findings = {f.check: f for f in await Doctor(connection).examine()}
+    await connection.aclose()
+    warned = {name for name, finding in findings.items() if finding.level != GOOD}
+    assert warned == {"persistence", "workers"}
+
+
+@pytest.mark.parametrize(
+    ("url", "access", "encryption"),
+    [
+        ("redis://redis.example:6379/0", WARN, WARN),
+        ("redis://:pw@redis.example:6379/0", GOOD, WARN),
+        ("rediss://:pw@redis.example:6379/0", GOOD, GOOD),
+        ("redis://localhost:6379/0", GOOD, GOOD),
+        ("unix:///run/redis.sock", GOOD, GOOD),
+    ],
+)
+async def test_the_doctor_sees_a_server_that_anybody_can_read(
+    url: str, access: str, encryption: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection = Connection(url, namespace="t")
+
+    async def whoami(*_: str) -> bytes:
+        return b"default"
+
+    monkeypatch.setattr(connection, "ask_server", whoami)
+    checks = ServerChecks(connection)
+    levels = [(await check())[0].level for check in (checks.access, checks.encryption)]
+    assert levels == [access, encryption]
 
 
 def tokenfleet(server: EmbeddedServer, *arguments: str) -> subprocess.CompletedProcess[str]:

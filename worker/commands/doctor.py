@@ -6,28 +6,23 @@ can be lost or are not served; `warn` that they might be.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 from redis.exceptions import ResponseError
 
 from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import BrokerUnsupported
+from tokenfleet.producer.fleet import texts_of
 from tokenfleet.producer.keys import GROUP
-from tokenfleet.worker.commands.admin import Admin, texts_of
+from tokenfleet.worker.commands.admin import Admin
+from tokenfleet.worker.commands.doctor_server import ServerChecks
+from tokenfleet.worker.commands.findings import BAD, GOOD, WARN, Finding
 
-GOOD, WARN, BAD = "good", "warn", "bad"
+__all__ = ["BAD", "GOOD", "WARN", "Doctor", "Finding"]
 
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One check's outcome."""
-
-    check: str
-    level: str
-    found: str
-    advice: str = ""
+OVERDUE = 2
+"""A running job whose lease was over this many leases ago should have been moved on."""
+SHORTEST_LEASE_MS = 1000
 
 
 class Doctor:
@@ -39,71 +34,30 @@ class Doctor:
 
     async def examine(self) -> list[Finding]:
         """All findings, in the order of the checks. Raises BrokerUnavailable when Redis is away."""
-        checks: tuple[Callable[[], Awaitable[list[Finding]]], ...] = (
-            self._version,
-            self._latency,
-            self._scripts,
-            self._memory,
-            self._persistence,
-            self._groups,
-            self._workers,
-            self._dead,
+        server = ServerChecks(self._connection)
+        checks: tuple[tuple[str, Callable[[], Awaitable[list[Finding]]]], ...] = (
+            ("version", server.version),
+            ("latency", server.latency),
+            ("scripts", server.scripts),
+            ("access", server.access),
+            ("encryption", server.encryption),
+            ("memory", server.memory),
+            ("persistence", server.persistence),
+            ("copies", server.copies),
+            ("clock", server.clock),
+            ("groups", self._groups),
+            ("workers", self._workers),
+            ("stuck jobs", self._stuck),
+            ("dead letters", self._dead),
         )
         findings: list[Finding] = []
-        for check in checks:
-            findings += await check()
+        for name, check in checks:
+            try:
+                findings += await check()
+            except (BrokerUnsupported, ResponseError) as error:
+                advice = "run as a user with the rights that `tokenfleet acl operator` prints"
+                findings.append(Finding(name, WARN, f"could not look: {error}", advice))
         return findings
-
-    async def _version(self) -> list[Finding]:
-        hello = texts_of(await self._connection.execute("HELLO"))
-        found = f"{hello['server']} {hello['version']}, {hello.get('mode', 'standalone')}"
-        try:
-            await self._connection.ready()
-        except BrokerUnsupported as error:
-            return [Finding("version", BAD, found, str(error))]
-        return [Finding("version", GOOD, found)]
-
-    async def _latency(self) -> list[Finding]:
-        await self._connection.execute("PING")
-        started = time.perf_counter()
-        for _ in range(20):
-            await self._connection.execute("PING")
-        each_ms = (time.perf_counter() - started) / 20 * 1000
-        found = f"{each_ms:.2f} ms a round trip"
-        if each_ms > 20:
-            return [Finding("latency", WARN, found, "move workers nearer: flushes wait for it")]
-        return [Finding("latency", GOOD, found)]
-
-    async def _scripts(self) -> list[Finding]:
-        keys = self._connection.keys(0)
-        try:
-            await self._connection.execute(
-                "EVAL", "return redis.call('EXISTS', KEYS[1])", 1, keys.workers
-            )
-        except ResponseError as error:
-            advice = "allow EVAL, EVALSHA and the fleet's keys to this user (ACL SETUSER)"
-            return [Finding("scripts", BAD, str(error), advice)]
-        return [Finding("scripts", GOOD, "Lua runs")]
-
-    async def _memory(self) -> list[Finding]:
-        policy, limit = await self._config("maxmemory-policy"), await self._config("maxmemory")
-        if policy is None:
-            return [Finding("memory", WARN, "not allowed to ask", "make sure it is noeviction")]
-        found = f"maxmemory-policy {policy}, maxmemory {limit or 0}"
-        if policy != "noeviction":
-            advice = "CONFIG SET maxmemory-policy noeviction: this one may drop jobs"
-            return [Finding("memory", BAD if limit not in (None, "0") else WARN, found, advice)]
-        return [Finding("memory", GOOD, found)]
-
-    async def _persistence(self) -> list[Finding]:
-        aof = await self._config("appendonly")
-        if aof is None:
-            return [Finding("persistence", WARN, "not allowed to ask", "make sure AOF is on")]
-        if aof != "yes":
-            advice = "CONFIG SET appendonly yes: without it a restart forgets every job"
-            return [Finding("persistence", WARN, "append-only file off", advice)]
-        sync = await self._config("appendfsync")
-        return [Finding("persistence", GOOD, f"append-only file on, fsync {sync}")]
 
     async def _groups(self) -> list[Finding]:
         queues = await self._admin.streams()
@@ -136,6 +90,37 @@ class Doctor:
             return [Finding("workers", GOOD, found), *findings]
         return findings or [Finding("workers", WARN, "none live", "start one: tokenfleet worker")]
 
+    async def _stuck(self) -> list[Finding]:
+        """Running jobs whose lease is long over: no reaper looks at them."""
+        stuck = [job for key in await self._admin.streams() for job in await self._overdue(key)]
+        if not stuck:
+            return [Finding("stuck jobs", GOOD, "none")]
+        found = f"{len(stuck)} running jobs without a lease, first {stuck[0]}"
+        advice = "start a worker of their model: the reaper in it moves them on"
+        return [Finding("stuck jobs", BAD, found, advice)]
+
+    async def _overdue(self, key: str) -> list[str]:
+        names = self._connection.keys(int(key[key.index(":") + 1 : key.index("}")]))
+        try:
+            pending = await self._connection.client.xpending_range(
+                key, GROUP, "-", "+", 100, idle=SHORTEST_LEASE_MS
+            )
+        except ResponseError:
+            return []  # no such group: `groups` says so
+        found = []
+        for held in pending:
+            entries = await self._connection.execute(
+                "XRANGE", key, held["message_id"], held["message_id"]
+            )
+            job_id = texts_of(entries[0][1])["j"] if entries else ""
+            state, lease = await self._connection.execute(
+                "HMGET", names.job(job_id), "state", "lease"
+            )
+            idle_ms = int(held["time_since_delivered"])
+            if state == b"running" and idle_ms > OVERDUE * int(lease or 0):
+                found.append(job_id)
+        return found
+
     async def _dead(self) -> list[Finding]:
         letters = await self._admin.dead()
         if not letters:
@@ -148,11 +133,3 @@ class Doctor:
                 "tokenfleet dead list; tokenfleet dead replay",
             )
         ]
-
-    async def _config(self, name: str) -> str | None:
-        """A server setting; None where this user may not ask."""
-        try:
-            reply = await self._connection.execute("CONFIG", "GET", name)
-        except ResponseError:
-            return None
-        return texts_of(reply).get(name, "")

@@ -138,7 +138,7 @@ def doctor(
     namespace: Namespace = base.DEFAULT_NAMESPACE,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Check the server and the fleet: version, memory policy, persistence, groups, workers."""
+    """Check the server and the fleet, and say what to change. Exit code 1: jobs are in danger."""
 
     async def work(connection: Connection) -> int:
         from tokenfleet.worker.commands.doctor import BAD, Doctor
