@@ -89,17 +89,17 @@ class Body(BaseModel):
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] = {}
+    logit_bias: dict[str, float] = Field(default_factory=dict)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    metadata: dict[str, str] = {}
+    metadata: dict[str, str] = Field(default_factory=dict)
     response_format: ResponseFormat | None = None
 
     min_tokens: int = 0
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[int] = Field(default_factory=list)
     ignore_eos: bool = False
     include_stop: bool = False
     skip_special_tokens: bool = True

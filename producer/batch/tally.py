@@ -21,12 +21,12 @@ MOST_SLOW = 5
 class SlowLine:
     """A line that took long."""
 
-    total_s: float
-    """From submission to the end."""
+    run_s: float
+    """From its last claim to the end."""
     line: int
     custom_id: str
-    queue_s: float
-    """Of it, waiting."""
+    total_s: float
+    """From submission to the end; how long it waited depends on those before it."""
     tokens: int
 
 
@@ -107,16 +107,11 @@ class Tally:
 
     def _time(self, record: Record, own: Mapping[str, Any], tokens: int) -> None:
         begin, end = own["claimed_ms"], own["ended_ms"]
-        if begin and end:
-            self.job_s += max(0, end - begin) / 1000
-            self._workers.setdefault(own["worker"], Busy()).add(begin, end)
-        slow = SlowLine(
-            own["total_s"] or 0.0,
-            record.line,
-            record.content["custom_id"],
-            own["queue_s"] or 0.0,
-            tokens,
-        )
+        run_s = max(0, end - begin) / 1000 if begin and end else 0.0
+        self.job_s += run_s
+        self._workers.setdefault(own["worker"], Busy()).add(begin, end)
+        custom_id = record.content["custom_id"]
+        slow = SlowLine(run_s, record.line, custom_id, own["total_s"] or 0.0, tokens)
         push = heapq.heappush if len(self._slowest) < MOST_SLOW else heapq.heappushpop
         push(self._slowest, slow)
 

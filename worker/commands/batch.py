@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tokenfleet.producer.batch import Batch, BatchFiles, BatchSettings, FileRules, Problem
     from tokenfleet.producer.client import AsyncClient
 
+WORTH_A_WORD_BYTES = 10_000_000
 MOST_SHOWN = 20
 """Problems that a refused run shows; `validate` shows all."""
 
@@ -260,6 +261,8 @@ def _prepared(
     """Check and begin, or find what was begun; exit 2 when it may not run."""
     from tokenfleet.producer.batch import Batch, BatchRefused
 
+    if files.input.is_file() and files.input.stat().st_size > WORTH_A_WORD_BYTES:
+        base.note(f"checking {files.input}")
     try:
         return batch_base.checked(lambda: Batch.prepare(files, rules, settings), output)
     except BatchRefused as error:

@@ -136,8 +136,8 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     rows += [
         (
             "slow" if number else "slowest",
-            f"line {slow.line} [{slow.custom_id}]  {slow.total_s:.1f} s, "
-            f"{slow.queue_s:.1f} s of it waiting, {slow.tokens} tokens",
+            f"line {slow.line} [{slow.custom_id}]  {slow.run_s:.1f} s, {slow.tokens} tokens; "
+            f"{slow.total_s:.1f} s with waiting",
         )
         for number, slow in enumerate(summary.slowest)
     ]
