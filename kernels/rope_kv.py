@@ -1,19 +1,32 @@
-"""Rotary embedding of q and k, and the write of k and v into the paged cache, as one operation.
+"""Rotary embedding of q and k, and the write of k and v into the paged cache, as one operation;
+before it, where a model has them, RMSNorms of each query and key head.
 
 Only the slots named by the batch are written; slot -1 writes nothing, so a padding row cannot
 touch a block.
 """
 
 import struct
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tokenfleet.kernels.backend import DTYPE_CODES, compiled
+from tokenfleet.kernels.backend import DTYPE_CODES, compiled, uses_triton
 from tokenfleet.kernels.fp8 import FP8, to_codes
+from tokenfleet.kernels.norm import rms_norm
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool
 
 _PACK = struct.Struct("@3P3q2P5q").pack  # what rope_kv.cpp takes after the pool and the batch
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMSNorms over single heads, in x's dtype."""
+
+    q: Tensor  # [D]
+    k: Tensor  # [D]
+    eps: float
+    offset: float = 0.0  # added to the weights, see rms_norm
 
 
 def rope_and_write_kv(
@@ -25,6 +38,7 @@ def rope_and_write_kv(
     batch: AttentionBatch,
     *,
     interleaved: bool = False,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """Return rotated q [T, Hq, D]; write rotated k and v [T, Hkv, D] into the pool at batch.slots.
 
@@ -32,8 +46,18 @@ def rope_and_write_kv(
     (any attention factor multiplied in). Dimensions from rot_dim on pass unrotated. Pairs are
     (i, i + rot_dim / 2), or (2i, 2i + 1) when interleaved. The rotation is computed in fp32; k and
     v are rounded to the pool's dtype (FP8: over its scales). q, k, v may be views into one fused
-    projection.
+    projection. With norms, q and k are what rms_norm makes of them. A padding row has slot -1 and a
+    position within the table.
     """
+    if uses_triton(q):
+        from tokenfleet.kernels.gpu import rope_kv as gpu
+
+        return gpu.rope_and_write_kv(
+            q, k, v, cos_sin, pool, batch, interleaved=interleaved, norms=norms
+        )
+    if norms is not None:
+        q = rms_norm(q, norms.q, norms.eps, weight_offset=norms.offset)
+        k = rms_norm(k, norms.k, norms.eps, weight_offset=norms.offset)
     library = compiled(q)
     shared = pool.packed() if library else b""
     if library is None or not shared or not _fits(q, k, v, cos_sin):

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokenfleet.engine.model.mlp import DenseMlp, MoeMlp
+from tokenfleet.engine.model.mlp import DenseMlp, GroupedMoeMlp, MoeMlp
 from tokenfleet.engine.model.spec import ModelSpec
 from tokenfleet.kernels.fp8 import FP8
 from tokenfleet.kernels.linear import PackedWeight, linear
 from tokenfleet.kernels.norm import add_rms_norm, rms_norm
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool, paged_attention
-from tokenfleet.kernels.rope_kv import rope_and_write_kv
+from tokenfleet.kernels.rope_kv import HeadNorms, rope_and_write_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Layer:
     """One decoder layer. A norm that is None does not exist (spec.TensorNames)."""
 
     attention: Attention
-    mlp: DenseMlp | MoeMlp
+    mlp: DenseMlp | MoeMlp | GroupedMoeMlp
     attn_in: Tensor | None
     attn_out: Tensor | None
     mlp_in: Tensor | None
@@ -145,9 +145,13 @@ class Decoder:
         Hq, Hkv, D = spec.num_q_heads, spec.num_kv_heads, spec.head_dim
         heads = linear(x, a.qkv).view(-1, Hq + 2 * Hkv, D)
         q, k, v = heads.split_with_sizes((Hq, Hkv, Hkv), dim=1)
+        norms: HeadNorms | None = None
         if a.q_norm is not None and a.k_norm is not None:
-            q, k = self._qk_norm(q, a.q_norm), self._qk_norm(k, a.k_norm)
-        q = rope_and_write_kv(q, k, v, a.cos_sin, pool, batch)
+            if spec.qk_norm == "projection":
+                q, k = self._projection_norm(q, a.q_norm), self._projection_norm(k, a.k_norm)
+            else:
+                norms = HeadNorms(a.q_norm, a.k_norm, spec.norm_eps, spec.norm_offset)
+        q = rope_and_write_kv(q, k, v, a.cos_sin, pool, batch, norms=norms)
         mixed = paged_attention(
             q,
             pool,
@@ -158,10 +162,7 @@ class Decoder:
         )
         return linear(mixed.view(-1, Hq * D), a.o)
 
-    def _qk_norm(self, heads: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm of [T, heads, D] over D, or over all heads at once (qk_norm "projection")."""
+    def _projection_norm(self, heads: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm of [T, heads, D] over all heads at once."""
         eps, offset = self.spec.norm_eps, self.spec.norm_offset
-        if self.spec.qk_norm == "projection":
-            flat = heads.flatten(1)
-            return rms_norm(flat, weight, eps, weight_offset=offset).view(heads.shape)
-        return rms_norm(heads, weight, eps, weight_offset=offset)
+        return rms_norm(heads.flatten(1), weight, eps, weight_offset=offset).view(heads.shape)
