@@ -13,6 +13,7 @@ from typing import Any
 from tokenfleet.engine.model.decoder import Decoder
 from tokenfleet.engine.scheduling.plan import StepPlan
 from tokenfleet.kernels.linear import PackedWeight
+from tokenfleet.kernels.moe import ExpertWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def traffic_of(decoder: Decoder) -> Traffic:
 
 def _weight_bytes(part: Any) -> int:
     """Of all packed weights inside a part of the model."""
-    if isinstance(part, PackedWeight):
+    if isinstance(part, (PackedWeight, ExpertWeights)):
         return part.num_bytes
     if isinstance(part, (tuple, list)):
         return sum(_weight_bytes(one) for one in part)

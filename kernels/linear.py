@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from tokenfleet.kernels import fp8
-from tokenfleet.kernels.backend import DTYPE_CODES, compiled
-from tokenfleet.kernels.fp8 import Fp8Scales
+from tokenfleet.kernels.backend import DTYPE_CODES, compiled, uses_triton
+from tokenfleet.kernels.fp8 import Fp8Rows, Fp8Scales
 
 QUANTIZATIONS = ("int8", "fp8", "fp8_block")
 
@@ -106,12 +106,24 @@ def pack_fp8(
     )
 
 
-def linear(x: Tensor, packed: PackedWeight) -> Tensor:
-    """x [T, in] -> [T, out] in x's dtype, which must be the packed weight's."""
+def linear(x: Tensor | Fp8Rows, packed: PackedWeight) -> Tensor:
+    """x [T, in] -> [T, out] in x's dtype, which must be the packed weight's. A weight in FP8 also
+    takes x rounded already, as its scales say."""
     layout = packed.layout
     if packed.fp8 is not None:
+        if uses_triton(packed.data):
+            from tokenfleet.kernels.gpu import linear as gpu
+
+            return gpu.fp8_linear(x, packed.data, packed.fp8, packed.bias)
         return fp8.reference(x, packed.data, packed.fp8, packed.bias)
+    if isinstance(x, Fp8Rows):
+        raise TypeError(f"x is in FP8 and the weight in the layout {layout!r}; pass x as it was")
     if layout == "plain":
+        if uses_triton(x):
+            from tokenfleet.kernels.gpu import linear as gpu
+
+            if gpu.takes(x, packed.data):
+                return gpu.product(x, packed.data, None, packed.bias)
         return torch.nn.functional.linear(x, packed.data, packed.bias)
     if layout == "int8":
         return int8_reference(x, packed.data, packed.scale, packed.bias)  # type: ignore[arg-type]

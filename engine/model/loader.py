@@ -16,11 +16,13 @@ from tokenfleet.engine.errors import CheckpointError, ConfigError
 from tokenfleet.engine.model.checkpoint import Checkpoint
 from tokenfleet.engine.model.decoder import Attention, Decoder, Layer
 from tokenfleet.engine.model.fp8_weights import STORED, is_in_fp8, take_fp8, take_kv_scales
-from tokenfleet.engine.model.mlp import GATES, DenseMlp, MoeMlp
+from tokenfleet.engine.model.mlp import GATES, DenseMlp, GroupedMoeMlp, MoeMlp
 from tokenfleet.engine.model.rope import cos_sin_table
 from tokenfleet.engine.model.spec import LayerSpec, ModelSpec, MoESpec
 from tokenfleet.engine.model.tensor_source import TensorSource
+from tokenfleet.kernels.backend import uses_triton
 from tokenfleet.kernels.linear import PackedWeight, pack_fp8, pack_linear
+from tokenfleet.kernels.moe import ExpertWeights, stack_experts
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
@@ -155,11 +157,19 @@ class Loader:
             gate=GATES[self.spec.activation],
         )
 
-    def _moe(self, prefix: str, moe: MoESpec) -> MoeMlp:
-        names = self.spec.names
-        router = self._tensor(
-            f"{prefix}{names.router}.weight", moe.num_experts, self.spec.hidden_size
-        )
+    def _moe(self, prefix: str, moe: MoESpec) -> MoeMlp | GroupedMoeMlp:
+        names, hidden = self.spec.names, self.spec.hidden_size
+        router = self._tensor(f"{prefix}{names.router}.weight", moe.num_experts, hidden)
+        if uses_triton(router):
+            width = moe.intermediate_size
+            return GroupedMoeMlp(
+                pack_linear(router),
+                self._stacked(moe, prefix, names.expert_gate_up, [width, width], hidden),
+                self._stacked(moe, prefix, [names.expert_down], [hidden], width),
+                GATES[self.spec.activation],
+                moe.top_k,
+                moe.renormalize,
+            )
         experts = tuple(
             self._mlp(
                 prefix,
@@ -171,6 +181,16 @@ class Loader:
             for e in range(moe.num_experts)
         )
         return MoeMlp(pack_linear(router), experts, moe.top_k, moe.renormalize)
+
+    def _stacked(
+        self, moe: MoESpec, prefix: str, parts: Sequence[str], rows: Sequence[int], columns: int
+    ) -> ExpertWeights:
+        """One projection of all experts; an expert at a time is held twice."""
+        one_by_one = (
+            self._linear(prefix, [part.format(e) for part in parts], rows, columns, bias=False)
+            for e in range(moe.num_experts)
+        )
+        return stack_experts(one_by_one, moe.num_experts)
 
     def _norm(self, prefix: str, name: str | None) -> Tensor | None:
         return self._tensor(f"{prefix}{name}.weight", self.spec.hidden_size) if name else None

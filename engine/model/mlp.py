@@ -13,6 +13,7 @@ from torch import Tensor
 from tokenfleet.engine.model.spec import Activation
 from tokenfleet.kernels.activation import gelu_tanh_mul, silu_mul
 from tokenfleet.kernels.linear import PackedWeight, linear
+from tokenfleet.kernels.moe import ExpertWeights, expert_product, sort_visits
 
 GATES: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": silu_mul,
@@ -36,7 +37,7 @@ class DenseMlp:
 class MoeMlp:
     """x [T, H] -> the sum over each token's top_k experts, weighted by the router [T, H].
 
-    The counts per expert go to the host: one synchronisation a layer.
+    On a CPU: the counts per expert go to the host, one synchronisation a layer.
     """
 
     router: PackedWeight  # [E, H]
@@ -60,9 +61,35 @@ class MoeMlp:
         return (by_token * weights[..., None]).sum(dim=1)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights in x's dtype and expert ids, both [T, top_k]; softmax over all, in fp32."""
-        probabilities = torch.softmax(linear(x, self.router).float(), dim=-1)
-        weights, chosen = probabilities.topk(self.top_k, dim=-1)
-        if self.renormalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights.to(x.dtype), chosen
+        return route(x, self.router, self.top_k, renormalize=self.renormalize)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedMoeMlp:
+    """The same as MoeMlp, all experts in one product each way; nothing goes to the host."""
+
+    router: PackedWeight  # [E, H]
+    gate_up: ExpertWeights  # [E, 2 I, H]
+    down: ExpertWeights  # [E, H, I]
+    gate: Callable[[Tensor], Tensor]
+    top_k: int
+    renormalize: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weights, chosen = route(x, self.router, self.top_k, renormalize=self.renormalize)
+        visits = sort_visits(chosen, self.gate_up.data.shape[0])
+        hidden = self.gate(expert_product(x, self.gate_up, visits, entering=True))
+        by_visit = expert_product(hidden, self.down, visits, entering=False)
+        by_token = by_visit.view(-1, self.top_k, x.shape[1])
+        return (by_token * weights[..., None]).sum(dim=1)
+
+
+def route(
+    x: Tensor, router: PackedWeight, top_k: int, *, renormalize: bool
+) -> tuple[Tensor, Tensor]:
+    """Weights in x's dtype and expert ids, both [T, top_k]; softmax over all, in fp32."""
+    probabilities = torch.softmax(linear(x, router).float(), dim=-1)
+    weights, chosen = probabilities.topk(top_k, dim=-1)
+    if renormalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights.to(x.dtype), chosen

@@ -9,10 +9,14 @@ from safetensors.torch import load_file, save_file
 
 from tokenfleet.engine import Engine, EngineConfig, SamplingParams
 from tokenfleet.engine.errors import CheckpointError, ConfigError, UnsupportedModel
+from tokenfleet.engine.model import loader
 from tokenfleet.engine.model.families import read_spec
 from tokenfleet.engine.model.loader import load_decoder
+from tokenfleet.engine.model.mlp import GroupedMoeMlp
 from tokenfleet.engine.model.quantization import is_ignored, read_quantization
+from tokenfleet.engine.traffic import traffic_of
 from tokenfleet.kernels import fp8
+from tokenfleet.kernels.linear import PackedWeight
 
 PROMPT = torch.randint(0, 256, (29,), generator=torch.Generator().manual_seed(9)).tolist()
 Q_PROJ = "model.layers.1.self_attn.q_proj"
@@ -367,3 +371,50 @@ def test_an_engine_in_fp8_gives_the_same_text_alone_chunked_preempted_and_shared
     together = run(texts)
     assert together == [run([text], prefix_cache=False)[0] for text in texts]
     assert together == run(texts, max_num_batched_tokens=5, num_blocks=12)
+
+
+@pytest.fixture
+def grouped(monkeypatch):
+    """Experts are stacked as for a GPU, and computed by the reference."""
+    monkeypatch.setattr(loader, "uses_triton", lambda _: True)
+    pack = loader.pack_linear
+
+    def plain(weight, bias=None, *, quantization=None):
+        if quantization is not None:
+            return pack(weight, bias, quantization=quantization)
+        return PackedWeight(*weight.shape, weight.dtype, "plain", weight, bias)
+
+    monkeypatch.setattr(loader, "pack_linear", plain)
+
+
+@pytest.mark.usefixtures("grouped")
+@pytest.mark.parametrize("form", ["wide", "tensor", "channel", "block"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_stacked_experts_are_those_of_transformers(
+    tiny_random, make_fp8, reference, driver, family, form
+):
+    narrow = wide = tiny_random(family)
+    if form != "wide":
+        kept = ("mlp.gate.", "block_sparse_moe.gate.")
+        narrow, wide = make_fp8(narrow, form, compressed(form), kept=kept)
+    run = driver(narrow)
+    mixtures = [layer.mlp for layer in run.decoder.layers if isinstance(layer.mlp, GroupedMoeMlp)]
+    assert len(mixtures) == (2 if family == "qwen3_moe" else 3)
+    assert (mixtures[0].gate_up.fp8 is None) == (form == "wide")
+    assert_close(run.prefill(PROMPT, 16), logits_of(reference(wide)))
+
+
+@pytest.mark.usefixtures("grouped")
+def test_stacked_experts_may_have_static_scales_and_count_their_bytes(
+    tiny_random, make_fp8, driver
+):
+    path, _ = make_fp8(
+        tiny_random("mixtral"), "tensor", STATIC, kept=("moe.gate.",), static=static_scale
+    )
+    decoder = driver(path).decoder
+    mlp = decoder.layers[0].mlp
+    assert float(mlp.gate_up.fp8.input) == pytest.approx(0.02)
+    sizes = [e.num_bytes for e in traffic_of(decoder).experts]
+    scales = mlp.gate_up.fp8.num_bytes + mlp.down.fp8.num_bytes
+    codes = mlp.gate_up.data.nbytes + mlp.down.data.nbytes
+    assert sizes[0] == codes + scales + mlp.router.num_bytes
