@@ -9,11 +9,14 @@ import subprocess
 import sys
 import zipfile
 from fnmatch import fnmatch
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tokenfleet.producer.gateway.settings import GatewaySettings
 from tokenfleet.worker.settings import WorkerSettings
@@ -103,6 +106,25 @@ def test_a_wheel_made_of_what_the_image_copies_has_every_file(root: Path, tmp_pa
         }
     packages = {f for f in files if f.split("/")[0] in ("producer", "worker", "engine", "kernels")}
     assert {f for f in packages if not fnmatch(f, "*.md")} - inside == set()
+
+
+def test_every_version_in_the_image_is_exact(deploy: Path) -> None:
+    """On the platform of the test; a CUDA build of torch brings libraries of its own."""
+    lines = (deploy / "constraints.txt").read_text().splitlines()
+    pinned = {canonicalize_name(line.split("==")[0]) for line in lines if "==" in line}
+    wanted, seen = [("tokenfleet", "worker"), ("tokenfleet", "gateway")], set()
+    while wanted:
+        name, extra = wanted.pop()
+        if (name, extra) in seen:
+            continue
+        seen.add((name, extra))
+        for text in requires(name) or ():
+            needed = Requirement(text)
+            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                wanted += [(canonicalize_name(needed.name), e) for e in needed.extras or {""}]
+    names = {name for name, _ in seen} - {"tokenfleet"}
+    assert len(names) > 40
+    assert names - pinned == set()
 
 
 def test_the_compose_file_is_one(compose: dict[str, Any]) -> None:

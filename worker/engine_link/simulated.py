@@ -116,6 +116,7 @@ class SimulatedCore:
         self.stats.scheduled_tokens = self.stats.decode_tokens = tokens
         self.stats.decode_tokens_total += tokens
         self.stats.step_s = self.step_s
+        self.stats.step_s_total += self.step_s
 
     def audit(self) -> None:
         """Nothing is shared here that could be counted wrongly."""

@@ -113,6 +113,12 @@ async def test_one_trace_holds_request_send_process_and_chat_as_documented(
         job_id, trace_id = said.decode().split()
         page = await asyncio.to_thread(scraped, worker.health_port)
         assert await worker.stop() == 0
+    arrived: set[str] = set()
+    while not grpc_receiver.metrics.empty():
+        arrived |= grpc_receiver.metric_names()
+    names = (value for value in vars(semconv).values() if isinstance(value, str))
+    ours = {name for name in names if name.startswith(("tokenfleet_", "gen_ai.server."))}
+    assert ours <= arrived, "every metric there is went over OTLP as well"
     spans: dict[str, Any] = {}
     wanted = {"handle", "send echo:interactive", "process echo:interactive", "chat echo"}
     while not wanted <= spans.keys():
