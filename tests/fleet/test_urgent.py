@@ -1,0 +1,39 @@
+"""Whole workers full of batch jobs, and urgent ones that keep coming."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+async def test_urgent_jobs_pass_batch_jobs_that_lose_no_token_also_when_a_worker_dies(
+    fleet, until, tools
+) -> None:
+    settings = {"max_num_seqs": 4, "max_preemptions": 2, "max_failures": 100}
+    workers = [await fleet.start(**settings) for _ in range(2)]
+    lengths = [600 + 20 * number for number in range(14)]
+    batch = [
+        await fleet.submit(f"batch {number} ", length, priority="batch")
+        for number, length in enumerate(lengths)
+    ]
+    following = asyncio.ensure_future(fleet.follow(*batch))
+    await until(lambda: _all_offsets(batch[:8]))
+    for number in range(10):
+        priority = ("interactive", "default")[number % 2]
+        job = await fleet.submit(f"now {number} ", 20, priority=priority)
+        (followed,) = await fleet.follow(job)
+        assert followed.text == tools.repeated(f"now {number} ", 20)
+        if number == 4:
+            await workers[0].kill()
+            workers.append(await fleet.start(**settings))
+    for number, (one, length) in enumerate(zip(await following, lengths)):
+        assert one.text == tools.repeated(f"batch {number} ", length)
+    redis = fleet.client.link.connection.client
+    keys = [f"{{tokenfleet:0}}:j:{job.id}" for job in batch]
+    put_back = [int(await redis.hget(key, "preempted") or 0) for key in keys]
+    print(f"10 urgent jobs, {sum(put_back)} times a batch job made way, no token lost")
+    assert 0 < max(put_back) <= 2
+    assert await fleet.pending() == 0
+
+
+async def _all_offsets(jobs) -> bool:
+    return all([(await job.status()).offset > 0 for job in jobs])
