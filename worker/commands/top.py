@@ -19,6 +19,7 @@ from tokenfleet.worker.commands.base import Namespace, Output, OutputOption, Red
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
     from tokenfleet.producer.fleet import FleetReader, FleetStatus, QueueDepth, WorkerLine
 
@@ -168,7 +169,7 @@ def _queues(queues: tuple[QueueDepth, ...]) -> RenderableType:
     return table
 
 
-def _table(*titles: str) -> Any:
+def _table(*titles: str) -> Table:
     from rich import box
     from rich.table import Table
 
