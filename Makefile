@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test check bench-peers lint types layers format clean
+.PHONY: demo test chaos check bench-peers lint types layers format clean
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml deploy/constraints.txt
@@ -22,6 +22,11 @@ demo: $(STAMP)  ## two workers, a kill in the middle, streams without a gap
 test: export OMP_NUM_THREADS = 1  # two tests at once on two cores: more threads would only wait for each other
 test: $(STAMP)  ## the whole suite
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+chaos: export TOKENFLEET_CHAOS = long
+chaos: export OMP_NUM_THREADS = 1
+chaos: $(STAMP)  ## the long form of everything that dies on purpose, with the counts (15 minutes)
+	$(BIN)/python -m pytest -s -m chaos tests/fleet
 
 check: lint types layers test  ## what CI runs
 
