@@ -20,8 +20,9 @@ OPERATOR = (
     *("scan", "xinfo|groups", "xinfo|consumers", "xinfo|stream", "xrange", "xlen", "xpending"),
     *("zrange", "zrevrange", "zscore", "zcard", "zcount", "hget", "hgetall", "hmget", "time"),
     *("config|get", "info", "acl|whoami", "client|list"),
+    *("hexists", "del"),  # a tenant's limits set and taken away
 )
-"""What `tokenfleet queue`, `dead`, `top` and `doctor` ask, on top of what a client may."""
+"""What `tokenfleet queue`, `dead`, `top` and `doctor` do, on top of what a client may."""
 
 
 def worker_rules(namespace: str) -> list[str]:

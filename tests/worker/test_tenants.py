@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import InvalidJob, QueueFull
+from tokenfleet.producer.keys import PRIORITIES
 from tokenfleet.producer.protocol import Choice, JobResult
+from tokenfleet.worker.rights import operator_rules
 from tokenfleet.worker.rules import EVERY_OTHER, Rules, TenantLimits
 
 RESULT = JobResult(choices=(Choice(text="a", token_ids=(1,), finish_reason="length"),))
@@ -332,3 +335,21 @@ async def test_a_reservation_comes_back_however_its_job_leaves(lab, way):
     assert await members(lab, "a", "waiting") == ({job.id} if waits else set())
     await lab.submit(tenant="a")
     assert len(await other.claim(9)) == 1
+
+
+async def test_an_operator_may_set_the_rules_of_its_namespace(lab):
+    rights = operator_rules(lab.namespace)
+    await lab.raw.execute_command("ACL", "SETUSER", "op", "reset", "on", ">pw", *rights)
+    connection = Connection(lab.server.url.replace("//", "//op:pw@"), namespace=lab.namespace)
+    rules = Rules(connection)
+    for tenant in ("a", EVERY_OTHER):
+        await lab.submit(tenant=tenant.replace("*", "b"))
+        await rules.set_limits(TenantLimits(tenant, running=0))
+    assert await (await lab.queue()).claim(9) == []
+    for tenant in ("a", EVERY_OTHER):
+        await rules.remove_limits(tenant)
+    await rules.pause("m")
+    assert await rules.paused() == {("m", priority) for priority in PRIORITIES}
+    await rules.resume("m")
+    assert len(await (await lab.queue()).claim(9)) == 2
+    await connection.aclose()
