@@ -26,8 +26,9 @@ async def test_a_job_killed_at_300_of_400_tokens_goes_on_and_repeats_less_than_5
     resumed_at = next(e.offset for e in followed.events if e.attempt > 1)
     twice = max(0, decoded + again - 400)
     print(
-        f"killed after {decoded:.0f} tokens (last scrape), went on at {resumed_at} with {prefilled:.0f} tokens "
-        f"re-prefilled: {twice:.0f} of 400 output tokens decoded twice ({twice / 400:.1%})"
+        f"killed after {decoded:.0f} tokens (last scrape), went on at {resumed_at} with "
+        f"{prefilled:.0f} tokens re-prefilled: {twice:.0f} of 400 output tokens decoded twice "
+        f"({twice / 400:.1%})"
     )
     assert resumed_at > 200
     assert prefilled >= len(prompt) + resumed_at - 1
