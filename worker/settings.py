@@ -81,6 +81,8 @@ class WorkerSettings(BaseSettings):
     """Share of the card's memory that the engine may use."""
     enforce_eager: bool = False
     """No CUDA graphs, no compiled pieces."""
+    overlap: bool | None = None
+    """Schedule the next step while the device computes this one; None = on CUDA."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     quantization: Literal["int8", "fp8", "fp8_block"] | None = None
@@ -212,6 +214,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         prefix_cache=settings.prefix_cache,
         gpu_memory_fraction=settings.gpu_memory_fraction,
         enforce_eager=settings.enforce_eager,
+        overlap=settings.overlap,
         dtype=settings.dtype,
         device=settings.device,
         quantization=settings.quantization,
