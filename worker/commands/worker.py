@@ -155,7 +155,7 @@ def _metavar(annotation: Any) -> str:
         return "|".join(parts)
     if get_origin(annotation) is Annotated or len(parts) == 1:
         return _metavar(parts[0])
-    names = {int: "INT", float: "NUMBER", Path: "PATH", str: "TEXT"}
+    names = {int: "INT", float: "NUMBER", Path: "PATH", str: "TEXT", bool: "true|false"}
     return names.get(annotation, "TEXT")
 
 
