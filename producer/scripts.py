@@ -1,7 +1,7 @@
 """The Lua scripts: every move of a job is one of them, run in one piece inside Redis.
 
-`common.lua` stands in front of each. A script is called by its digest, and sent once when the
-server does not know it (a restart, SCRIPT FLUSH, a replica promoted).
+`common.lua`, `tenants.lua` and `moves.lua` stand in front of each. A script is called by its
+digest, and sent once when the server does not know it (a restart, SCRIPT FLUSH, a replica promoted).
 
 Invariant: a script's text is fixed at import; its digest names exactly that text.
 """
@@ -14,6 +14,8 @@ from importlib.resources import files
 from typing import Any, Protocol
 
 from redis.exceptions import NoScriptError
+
+_IN_FRONT = ("common", "tenants", "moves")
 
 
 class Executor(Protocol):
@@ -45,7 +47,7 @@ class Script:
 
 def load(package: str, name: str, *before: str) -> Script:
     """The script `<name>.lua` of a package of scripts; `before`: others of it put in front."""
-    parts = [files("tokenfleet.producer.lua").joinpath("common.lua")]
+    parts = [files("tokenfleet.producer.lua").joinpath(f"{part}.lua") for part in _IN_FRONT]
     parts += [files(package).joinpath(f"{part}.lua") for part in (*before, name)]
     return Script(name, "\n".join(part.read_text() for part in parts))
 

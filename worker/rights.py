@@ -27,7 +27,7 @@ OPERATOR = (
 
 def worker_rules(namespace: str) -> list[str]:
     """The rights of a worker."""
-    scripts = called_by(WORKER_SCRIPTS, PRODUCER_SCRIPTS)  # common.lua is in front of each
+    scripts = called_by(WORKER_SCRIPTS, PRODUCER_SCRIPTS)  # what stands in front of each
     return rules(namespace, {*EVERYBODY, *SUBSCRIBER, *CLUSTER, *OWN_WORKER, *scripts})
 
 
