@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import signal
@@ -58,7 +59,7 @@ def redis_url() -> Iterator[str]:
 
 @pytest.mark.smollm2
 def test_the_producer_code_runs_as_written(redis_url: str) -> None:
-    (code,) = blocks("python")
+    code, _ = blocks("python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 13
     assert code.count(URL) == 1, "only the address is replaced"
     done = subprocess.run(
@@ -70,6 +71,34 @@ def test_the_producer_code_runs_as_written(redis_url: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("64 tokens, length, 1 attempt(s)")
+
+
+@pytest.mark.smollm2
+def test_the_code_for_openais_client_runs_as_written(redis_url: str) -> None:
+    _, code = blocks("python")
+    command = [sys.executable, "-m", "tokenfleet.producer.gateway", "--port", "0"]
+    gateway = subprocess.Popen(
+        [*command, "--redis-url", redis_url, "--models", "smollm2"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert gateway.stderr is not None
+    try:
+        port = json.loads(gateway.stderr.readline())["port"]
+        assert code.count(":8000/") == 1, "only the address is replaced"
+        done = subprocess.run(
+            [sys.executable, "-c", code.replace(":8000/", f":{port}/")],
+            capture_output=True,
+            text=True,
+            timeout=80,
+            check=False,
+        )
+    finally:
+        gateway.terminate()
+        gateway.communicate()
+    assert done.returncode == 0, done.stderr
+    assert "sky blue" in done.stdout, "the simulated engine repeats the prompt"
+    assert gateway.returncode == 0
 
 
 @pytest.mark.parametrize("line", command_lines())
