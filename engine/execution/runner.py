@@ -41,6 +41,7 @@ from tokenfleet.engine.execution.transfers import transfers_for
 from tokenfleet.engine.execution.weights import NewWeights, WeightUpdate, moved, num_bytes
 from tokenfleet.engine.model.decoder import Decoder
 from tokenfleet.engine.scheduling.plan import Chunk, StepPlan
+from tokenfleet.kernels.block_copy import copy_blocks
 from tokenfleet.kernels.paged_attention import KVPool
 from tokenfleet.kernels.token_pool import scatter_tokens
 
@@ -226,8 +227,7 @@ class Runner:
         self._fault("copy", [], None)
         pairs = self.transfers.send(np.array(copies, np.int64).T)
         for pool in self.pools:
-            pool.k[pairs[1]] = pool.k[pairs[0]]
-            pool.v[pairs[1]] = pool.v[pairs[0]]
+            copy_blocks(pool, pairs[0], pairs[1])
 
     # -- containment -----------------------------------------------------------------------
 

@@ -15,7 +15,19 @@ import torch
 
 from tokenfleet.kernels.gpu.launch import Gpu, Launch, recording
 
-OPERATIONS = ("token_pool", "paged_attention", "rope_kv", "norm", "activation", "fp8", "rng", "sampling", "linear")
+OPERATIONS = (
+    "token_pool",
+    "paged_attention",
+    "rope_kv",
+    "block_copy",
+    "norm",
+    "activation",
+    "fp8",
+    "rng",
+    "sampling",
+    "linear",
+    "moe",
+)
 """Modules of this folder that have `examples(device) -> Iterator[Example]`."""
 
 
