@@ -1,7 +1,7 @@
 """The Lua scripts: every move of a job is one of them, run in one piece inside Redis.
 
 `common.lua`, `tenants.lua` and `moves.lua` stand in front of each. A script is called by its
-digest, and sent once when the server does not know it (a restart, SCRIPT FLUSH, a replica promoted).
+digest, and sent once when the server does not know it (a restart, SCRIPT FLUSH, a new master).
 
 Invariant: a script's text is fixed at import; its digest names exactly that text.
 """
