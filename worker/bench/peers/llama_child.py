@@ -17,21 +17,36 @@ from tokenfleet.worker.bench.figures import Seen, figures_of
 from tokenfleet.worker.bench.line_protocol import Jobs, Runner, serve
 
 UBATCH = 512
+_kept: list[Any] = []
+"""What C code holds on to and Python must not forget."""
 
 
 def open_llama(options: dict[str, Any]) -> tuple[Runner, dict[str, Any]]:
     """The model in one of llama.cpp's own formats, made from `gguf` where it is not there yet."""
     import llama_cpp
 
+    _silence(llama_cpp)
     llama_cpp.llama_backend_init()
     path = converted(llama_cpp, Path(options["gguf"]), options["format"], Path(options["cache"]))
     params = llama_cpp.llama_model_default_params()
+    params.use_extra_bufts = options["extra_buffers"]
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
     if not model:
         raise RuntimeError(f"llama.cpp cannot load {path}")
-    facts = {"llama_cpp": llama_cpp.__version__, "format": options["format"]}
+    facts = {
+        "llama_cpp": llama_cpp.__version__,
+        "format": options["format"],
+        "extra_buffers": options["extra_buffers"],
+    }
     threads = options["threads"]
     return lambda jobs, _: run_llama(llama_cpp, model, jobs, threads), facts
+
+
+def _silence(llama_cpp: Any) -> None:
+    """It says hundreds of lines for each context."""
+    callback = llama_cpp.llama_log_callback(lambda level, text, data: None)
+    _kept.append(callback)
+    llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
 
 
 def converted(llama_cpp: Any, source: Path, format: str, cache: Path) -> Path:

@@ -40,6 +40,8 @@ from tokenfleet.worker.bench.workloads import Workload, warm_up
 
 OURS: dict[str, dict[str, Any]] = {"engine": {}, "engine int8": {"quantization": "int8"}}
 """Ours, by what is set beside the bench's own settings."""
+LLAMA_VOCABULARY = 1000
+"""Ids below this are in every vocabulary that a warm-up may meet."""
 PEERS = ("vllm bfloat16", "vllm float16", "llama.cpp Q8_0", "llama.cpp F16", "transformers")
 
 
@@ -145,7 +147,14 @@ def _llama(config: PeersConfig, links: Path, format: str, say: Say) -> Child:
     program = Program(
         "tokenfleet.worker.bench.peers.llama_child", str(python), {"PYTHONPATH": str(links)}
     )
-    return Child("llama.cpp", options, config.bench.num_threads, program)
+    threads = config.bench.num_threads
+    child = Child("llama.cpp", {**options, "extra_buffers": True}, threads, program)
+    try:
+        child.run(warm_up(LLAMA_VOCABULARY))
+    except BenchFailed as error:
+        say(f"llama.cpp {format} ends with its repacked weights ({error}); it runs without them")
+        child = Child("llama.cpp", {**options, "extra_buffers": False}, threads, program)
+    return child
 
 
 def demo_gguf() -> Path:
