@@ -1,7 +1,8 @@
 """Serving: listen, say where, end in order.
 
-SIGTERM: no new connections, running requests go on for up to `grace_s`, exit 0; what still runs
-then is cut, and jobs that end with their reader are cancelled. A second Ctrl-C cuts at once.
+SIGTERM: not ready any more; `drain_delay_s` later no new connections, and running requests go on
+for up to `grace_s`; exit 0. What still runs then is cut, and jobs that end with their reader are
+cancelled. A second signal waits for no load balancer, a second Ctrl-C for nothing.
 
 Invariant: the process says its address before it takes the first request.
 """
@@ -12,9 +13,11 @@ import logging
 import math
 import signal
 import socket
+import time
 from types import FrameType
 
 import uvicorn
+from starlette.applications import Starlette
 
 from tokenfleet.producer.gateway.app import create_app
 from tokenfleet.producer.gateway.settings import GatewaySettings, SettingsError
@@ -42,7 +45,7 @@ def serve(settings: GatewaySettings) -> None:
         ws="none",
         lifespan="on",
     )
-    server = uvicorn.Server(config)
+    server = _Server(config, app, settings.drain_delay_s)
     # uvicorn takes the signals while it serves, and raises them again for whoever had them before;
     # drained is exit code 0 here
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -51,6 +54,28 @@ def serve(settings: GatewaySettings) -> None:
     with listener:
         server.run(sockets=[listener])
     log.info("gateway_stopped")
+
+
+class _Server(uvicorn.Server):
+    """Says that it is about to end before it does."""
+
+    def __init__(self, config: uvicorn.Config, app: Starlette, delay_s: float) -> None:
+        super().__init__(config)
+        self._app = app
+        self._delay_s = delay_s
+        self._exit_at: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._delay_s and self._exit_at is None and hasattr(self._app.state, "gateway"):
+            self._app.state.gateway.draining = True
+            self._exit_at = time.monotonic() + self._delay_s
+        else:
+            super().handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._exit_at is not None and time.monotonic() >= self._exit_at:
+            self.should_exit = True
+        return await super().on_tick(counter)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -80,8 +80,11 @@ class GatewaySettings(BaseModel):
 
     keep_alive_s: Positive = 15.0
     """A stream that is silent for this long gets a comment, so that proxies keep it open."""
+    drain_delay_s: NotNegative = 0.0
+    """After SIGTERM, how long requests are still taken while /readyz says no: as long as whoever
+    sends them needs to notice."""
     grace_s: NotNegative = 30.0
-    """After SIGTERM, how long running requests may go on."""
+    """After that, how long running requests may go on."""
     status_page: bool = True
     """Serve /status."""
     history_s: Positive = 600.0

@@ -65,6 +65,21 @@ def test_running_streams_finish_after_sigterm_and_the_exit_code_is_0(
     assert gateway.lines()[-1]["event"] == "gateway_stopped"
 
 
+def test_it_says_that_it_is_about_to_end_and_takes_what_still_comes(
+    worker: Any, make_gateway: Callable[..., Any]
+) -> None:
+    gateway = make_gateway("--drain-delay-s", "3600")
+    with httpx.Client(base_url=gateway.url, timeout=60) as web:
+        assert web.get("/readyz").status_code == 200
+        gateway.process.send_signal(signal.SIGTERM)
+        while (answer := web.get("/readyz")).status_code == 200:
+            time.sleep(PAUSE_S)
+        assert answer.text == "draining\n"
+        body = {"model": "m", "prompt": "ab", "max_tokens": 3}
+        assert web.post("/v1/completions", json=body).status_code == 200
+    assert gateway.stop() == 0, "a second signal waits no longer"
+
+
 def test_what_runs_beyond_the_grace_is_cut_and_its_job_cancelled(
     worker: Any, make_gateway: Callable[..., Any], valkey: EmbeddedServer, tools: Any
 ) -> None:
