@@ -220,7 +220,9 @@ def examples(device: torch.device) -> Iterator[Example]:
             if dim in (64, 128):
                 cases.append(_Case(f"{name} limits", *shape, limits=True, common=False))
                 cases.append(_Case(f"{name} fp8 KV", *shape, kv_dtype=fp8, common=False))
-    cases.append(_Case("prompt 2048 64/8x128 fp16", 64, 8, 128, (2048,), 2048, fp16, common=False))
+    for dtype in (fp16, torch.float32):
+        name = f"prompt 2048 64/8x128 {dtype}"
+        cases.append(_Case(name, 64, 8, 128, (2048,), 2048, dtype, common=False))
     yield from (case.on(device) for case in cases)
 
 
