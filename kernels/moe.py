@@ -91,10 +91,9 @@ class Visits:
 
 def sort_visits(chosen: Tensor, num_experts: int) -> Visits:
     """chosen int64 [T, top_k] expert ids -> Visits. Nothing goes to the host."""
-    flat = chosen.flatten()
-    order = flat.argsort(stable=True)
-    experts = torch.arange(num_experts + 1, device=chosen.device, dtype=flat.dtype)
-    return Visits(order, torch.searchsorted(flat[order], experts), chosen.shape[1])
+    ordered, order = chosen.flatten().sort(stable=True)
+    experts = torch.arange(num_experts + 1, device=chosen.device, dtype=chosen.dtype)
+    return Visits(order, torch.searchsorted(ordered, experts), chosen.shape[1])
 
 
 def expert_product(

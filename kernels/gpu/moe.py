@@ -98,10 +98,10 @@ def _expert_product(
     mine = real & (before <= tile) & (tile < before + tiles)  # true for one expert, or for none
     if tl.sum(mine.to(tl.int32)) > 0:
         begin = tl.sum(tl.where(mine, first + (tile - before) * TILE_M, 0))
-        end = tl.sum(tl.where(mine, end, 0))
-        expert = tl.sum(tl.where(mine, expert, 0)).to(tl.int64)
+        last = tl.sum(tl.where(mine, end, 0))
+        chosen = tl.sum(tl.where(mine, expert, 0)).to(tl.int64)
         row = begin + tl.arange(0, TILE_M)
-        row_inside = row < end
+        row_inside = row < last
         visit = tl.load(order + row, mask=row_inside, other=0)
         n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
         n_inside = n < N
@@ -112,10 +112,10 @@ def _expert_product(
             source = row.to(tl.int64)
             target = visit.to(tl.int64)
         x_scale_row = source * x_scale_stride
-        w_scale_row = (expert * scale_rows_each + n // SCALE_ROWS) * w_scale_stride
+        w_scale_row = (chosen * scale_rows_each + n // SCALE_ROWS) * w_scale_stride
         total = sum_of_products(
             x, weight, x_scale, w_scale, columns, 0, columns,
-            source * x_stride, (expert * N + n) * columns, x_scale_row, w_scale_row,
+            source * x_stride, (chosen * N + n) * columns, x_scale_row, w_scale_row,
             row_inside, n_inside, x_group_stride,
             SCALES, SCALE_COLUMNS, NATIVE, EVEN, TILE_M, TILE_N, TILE_K,
         )  # fmt: skip
