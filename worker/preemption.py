@@ -41,7 +41,7 @@ class Seats:
         if not self._some_may(jobs):
             return []
         seated, waiting = self._look(jobs)
-        wanted = sum(job.slots for job in waiting if job.claimed.priority != LOWEST)
+        wanted = sum(job.slots for job in waiting if _is_urgent(job)) + self._missing(seated)
         chosen = []
         for job in self._by_loss(seated):
             if wanted <= 0:
@@ -78,6 +78,11 @@ class Seats:
         self._seated = {job.engine_id for job in seated}
         return seated, waiting
 
+    def _missing(self, seated: list[Job]) -> int:
+        """Slots that urgent jobs of several choices lack: some of their choices have begun."""
+        beyond = sum(job.slots for job in seated) - self._slots
+        return max(0, min(beyond, sum(job.slots - 1 for job in seated if _is_urgent(job))))
+
     def _some_may(self, jobs: list[Job]) -> bool:
         return any(self._may(job) for job in jobs)
 
@@ -90,3 +95,8 @@ class Seats:
         """Those that may make way: least to compute again first, then the youngest."""
         able = [job for job in reversed(jobs) if self._may(job)]
         return sorted(able, key=lambda job: job.computed)
+
+
+def _is_urgent(job: Job) -> bool:
+    """Whether batch jobs make way for it."""
+    return job.claimed.priority != LOWEST

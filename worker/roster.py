@@ -7,7 +7,8 @@ gone; so what is not in here and yet in our name in Redis is nobody's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 from tokenfleet.worker.jobs import Job, Stage
 
@@ -76,7 +77,7 @@ class Roster:
         """Something changed that `change` may wait for."""
         self._changed.set()
 
-    async def change(self) -> None:
-        """Wait for the next touch."""
+    def change(self) -> Coroutine[Any, Any, object]:
+        """Wait for the next touch: the first one after this call, whenever it is awaited."""
         self._changed.clear()
-        await self._changed.wait()
+        return self._changed.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from tokenfleet.worker.jobs import Stage
 from tokenfleet.worker.preemption import Seats
+from tokenfleet.worker.roster import Roster
 
 
 def job(priority: str = "batch", computed: int = 1, **fields: Any) -> Any:
@@ -80,3 +82,16 @@ def test_a_batch_job_that_began_before_an_urgent_one_came_is_known_to_hold_its_s
 def test_a_prefetched_batch_job_does_not_count_as_being_in_the_way():
     jobs = [job("interactive"), job(computed=0), job("interactive", 0)]
     assert Seats(1, 3).to_make_way(jobs) == []
+
+
+def test_an_urgent_job_that_has_some_of_its_slots_gets_the_others_too():
+    seats, jobs = Seats(4, 3), [job(), job(), job(computed=5), job("interactive", 0, slots=3)]
+    assert seats.to_make_way(jobs) == [jobs[1], jobs[0]]
+    assert Seats(4, 3).to_make_way([*jobs[:3], job(slots=3)]) == []  # a batch job waits for its own
+
+
+async def test_a_change_between_the_wish_to_wait_and_the_wait_is_not_slept_through():
+    roster = Roster(1, 0)
+    waiting = asyncio.ensure_future(roster.change())
+    roster.touch()
+    await waiting
