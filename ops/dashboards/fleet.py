@@ -150,9 +150,15 @@ FLEET = Dashboard(
                 Panel(
                     "Time to first token",
                     "From submission to the first output token, by the server's clock; the wait in the "
-                    "queue is part of it. The points are single jobs: click one for its trace.",
+                    "queue is part of it, and batch jobs wait by design. The points are single jobs: click one for its trace.",
                     "s",
-                    quantiles("gen_ai_server_time_to_first_token_seconds", G, 0.5, 0.95, 0.99),
+                    quantiles(
+                        "gen_ai_server_time_to_first_token_seconds",
+                        G,
+                        0.5,
+                        0.95,
+                        by="tokenfleet_job_priority",
+                    ),
                     width=12,
                     height=8,
                     exemplars=True,
@@ -173,7 +179,7 @@ FLEET = Dashboard(
                     "From submission to the first claim. What of the time to first token is lack of "
                     "slots.",
                     "s",
-                    quantiles("tokenfleet_queue_wait_seconds", M, 0.5, 0.95, 0.99),
+                    quantiles("tokenfleet_queue_wait_seconds", M, 0.5, 0.95, by="priority"),
                     width=12,
                     height=8,
                     exemplars=True,

@@ -60,11 +60,11 @@ I = 'instance=~"$instance"'
 W = "[$__rate_interval]"
 
 
-def quantiles(metric: str, match: str, *shares: float, by: str = "le") -> dict[str, str]:
-    """Legend -> quantile of a histogram, over all workers that match."""
+def quantiles(metric: str, match: str, *shares: float, by: str = "") -> dict[str, str]:
+    """Legend -> quantile of a histogram over all workers that match, for each value of `by`."""
     return {
-        f"p{share * 100:g}": f"histogram_quantile({share}, "
-        f"sum by ({by}) (rate({metric}_bucket{{{match}}}{W})))"
+        f"p{share * 100:g}" + (f" {{{{{by}}}}}" if by else ""): f"histogram_quantile({share}, "
+        f"sum by (le{', ' + by if by else ''}) (rate({metric}_bucket{{{match}}}{W})))"
         for share in shares
     }
 

@@ -17,7 +17,8 @@ from tokenfleet.engine.stats import StepStats
 from tokenfleet.worker.observing.metrics import About, Instruments
 from tokenfleet.worker.observing.prometheus import Scrape
 
-METRIC = re.compile(r"\b(?:tokenfleet_|gen_ai_server_)\w+")
+METRIC = re.compile(r"\b(?:tokenfleet_(?!job_priority)|gen_ai_server_)\w+")
+"""A metric's name and not that label's, which begins alike."""
 SUFFIXES = ("_bucket", "_count", "_sum")
 
 
@@ -43,8 +44,9 @@ def shown() -> dict[str, set[str]]:
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "tokenfleet",
         "gen_ai.request.model": "m",
+        "tokenfleet.job.priority": "default",
     }
-    made.claimed(1.0, resumed=False)
+    made.claimed(1.0, "default", resumed=False)
     made.first_token(1.0, labels)
     made.token_pace(1.0, labels)
     made.ended(1.0, {**labels, "error.type": "x"})

@@ -102,7 +102,7 @@ def test_a_trace_that_is_not_kept_is_nobodys_exemplar(bench: Bench) -> None:
 @pytest.mark.parametrize("accept", ["", "*/*", "text/plain;version=0.0.4", OPENMETRICS, "what;;,"])
 def test_every_scraper_gets_a_page_that_it_can_read(accept: str) -> None:
     bench = Bench(vllm_names=True)
-    bench.instruments.claimed(0.1, resumed=False)
+    bench.instruments.claimed(0.1, "default", resumed=False)
     bench.instruments.left("finished")
     samples = bench.samples(accept)
     assert samples["tokenfleet_jobs_claimed_total"][0].value == 1

@@ -1,8 +1,8 @@
 """The worker's instruments at work: the one place where a figure becomes a metric.
 
-Labels are the model, the operation, a job's end state and an error's code: few values each, never a
-job or a tenant. Counters follow totals that the engine reports, and survive its restart: a total
-that went down began again at zero.
+Labels are the model, the operation, a job's class, its end state and an error's code: few values
+each, never a job or a tenant. Counters follow totals that the engine reports, and survive its
+restart: a total that went down began again at zero.
 """
 
 from __future__ import annotations
@@ -129,13 +129,16 @@ class Instruments:
 
     # a job's life
 
-    def claimed(self, wait_s: float, *, resumed: bool, context: Context | None = None) -> None:
+    def claimed(
+        self, wait_s: float, priority: str, *, resumed: bool, context: Context | None = None
+    ) -> None:
         self._jobs_running += 1
         self._claimed.add(1, self._labels)
         if resumed:
             self._resumed.add(1, self._labels)
         else:
-            self._histograms.queue_wait.record(max(0.0, wait_s), self._labels, context)
+            labels = {**self._labels, semconv.PRIORITY: priority}
+            self._histograms.queue_wait.record(max(0.0, wait_s), labels, context)
 
     def first_token(
         self, seconds: float, labels: Mapping[str, str], context: Context | None = None

