@@ -51,6 +51,11 @@ class PackedWeight:
     fp8: Fp8Scales | None = None  # fp8: the scales of its codes
 
     @property
+    def rounding(self) -> Fp8Scales | None:
+        """How `linear` rounds its inputs to FP8, for whoever makes them; None: it does not."""
+        return self.fp8 if self.fp8 is not None and self.fp8.activations != "none" else None
+
+    @property
     def num_bytes(self) -> int:
         if self.fp8 is not None:
             bias = 0 if self.bias is None else self.bias.nbytes

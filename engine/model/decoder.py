@@ -6,15 +6,16 @@ and lies in the pools, so the same call serves chunks of prompts and decodes tog
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from tokenfleet.engine.model.mlp import DenseMlp, GroupedMoeMlp, MoeMlp
 from tokenfleet.engine.model.spec import ModelSpec
-from tokenfleet.kernels.fp8 import FP8
+from tokenfleet.kernels.fp8 import FP8, Fp8Rows, Fp8Scales
 from tokenfleet.kernels.linear import PackedWeight, linear
-from tokenfleet.kernels.norm import add_rms_norm, rms_norm
+from tokenfleet.kernels.norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool, paged_attention
 from tokenfleet.kernels.rope_kv import HeadNorms, rope_and_write_kv
 
@@ -78,9 +79,10 @@ class Decoder:
             residual *= self._embedding_scale
         added: Tensor | None = None  # what the last sub-block gave, not yet in the residual stream
         for layer, pool in zip(self.layers, pools, strict=True):
-            x, residual = self._enter(added, residual, layer.attn_in)
-            x = self._attend(x, layer.attention, batch, pool)
-            x, residual = self._enter(self._leave(x, layer.attn_out), residual, layer.mlp_in)
+            into = layer.attention.qkv.rounding
+            x, residual = self._enter(added, residual, layer.attn_in, into)
+            out = self._leave(self._attend(x, layer.attention, batch, pool), layer.attn_out)
+            x, residual = self._enter(out, residual, layer.mlp_in, layer.mlp.rounding)
             added = self._leave(layer.mlp(x), layer.mlp_out)
         return self._enter(added, residual, self.final_norm)[0]
 
@@ -120,16 +122,37 @@ class Decoder:
         values = self.spec.num_kv_heads * block_size * self.spec.head_dim
         return 2 * len(self.layers) * values * self.kv_dtype.itemsize
 
+    @overload
     def _enter(
-        self, added: Tensor | None, residual: Tensor, norm: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """(input of the next sub-block, residual stream with `added` in it)."""
+        self, added: Tensor | None, residual: Tensor, norm: Tensor | None, into: None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def _enter(
+        self, added: Tensor | None, residual: Tensor, norm: Tensor | None, into: Fp8Scales | None
+    ) -> tuple[Tensor | Fp8Rows, Tensor]: ...
+
+    def _enter(
+        self,
+        added: Tensor | None,
+        residual: Tensor,
+        norm: Tensor | None,
+        into: Fp8Scales | None = None,
+    ) -> tuple[Tensor | Fp8Rows, Tensor]:
+        """(input of the next sub-block, residual stream with `added` in it).
+
+        into: how the projection that comes next rounds its inputs; done in the norm's own pass.
+        """
         eps, offset = self.spec.norm_eps, self.spec.norm_offset
         if norm is None:
             total = residual if added is None else residual + added
             return total, total
         if added is None:
+            if into is not None:
+                return rms_norm_fp8(residual, norm, eps, into, weight_offset=offset), residual
             return rms_norm(residual, norm, eps, weight_offset=offset), residual
+        if into is not None:
+            return add_rms_norm_fp8(added, residual, norm, eps, into, weight_offset=offset)
         return add_rms_norm(added, residual, norm, eps, weight_offset=offset)
 
     def _leave(self, x: Tensor, norm: Tensor | None) -> Tensor:
@@ -140,7 +163,9 @@ class Decoder:
             x = x * self.spec.residual_scale
         return x
 
-    def _attend(self, x: Tensor, a: Attention, batch: AttentionBatch, pool: KVPool) -> Tensor:
+    def _attend(
+        self, x: Tensor | Fp8Rows, a: Attention, batch: AttentionBatch, pool: KVPool
+    ) -> Tensor:
         spec = self.spec
         Hq, Hkv, D = spec.num_q_heads, spec.num_kv_heads, spec.head_dim
         heads = linear(x, a.qkv).view(-1, Hq + 2 * Hkv, D)

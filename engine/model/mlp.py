@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tokenfleet.engine.model.spec import Activation
-from tokenfleet.kernels.activation import gelu_tanh_mul, silu_mul
+from tokenfleet.kernels.activation import gelu_tanh_mul, gelu_tanh_mul_fp8, silu_mul, silu_mul_fp8
+from tokenfleet.kernels.fp8 import Fp8Rows, Fp8Scales
 from tokenfleet.kernels.linear import PackedWeight, linear
 from tokenfleet.kernels.moe import ExpertWeights, expert_product, sort_visits
 
@@ -19,6 +20,13 @@ GATES: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": silu_mul,
     "gelu_tanh": gelu_tanh_mul,
 }
+
+
+FP8_GATES: dict[Callable[[Tensor], Tensor], Callable[[Tensor, Fp8Scales], Fp8Rows]] = {
+    silu_mul: silu_mul_fp8,
+    gelu_tanh_mul: gelu_tanh_mul_fp8,
+}
+"""Each gate, with the rounding of its result in the same pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +37,16 @@ class DenseMlp:
     down: PackedWeight  # [H, I]
     gate: Callable[[Tensor], Tensor]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return linear(self.gate(linear(x, self.gate_up)), self.down)
+    @property
+    def rounding(self) -> Fp8Scales | None:
+        """How the inputs may be rounded by whoever makes them; None: not at all."""
+        return self.gate_up.rounding
+
+    def __call__(self, x: Tensor | Fp8Rows) -> Tensor:
+        wide = linear(x, self.gate_up)
+        into = self.down.rounding
+        gated = self.gate(wide) if into is None else FP8_GATES[self.gate](wide, into)
+        return linear(gated, self.down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +61,13 @@ class MoeMlp:
     top_k: int
     renormalize: bool
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @property
+    def rounding(self) -> Fp8Scales | None:
+        """None: the router needs the inputs as they are."""
+        return None
+
+    def __call__(self, x: Tensor | Fp8Rows) -> Tensor:
+        assert isinstance(x, Tensor)
         weights, chosen = self._route(x)
         flat = chosen.flatten()
         order = flat.argsort(stable=True)  # visits grouped by expert, tokens in order within
@@ -75,7 +97,13 @@ class GroupedMoeMlp:
     top_k: int
     renormalize: bool
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @property
+    def rounding(self) -> Fp8Scales | None:
+        """None: the router needs the inputs as they are."""
+        return None
+
+    def __call__(self, x: Tensor | Fp8Rows) -> Tensor:
+        assert isinstance(x, Tensor)
         weights, chosen = route(x, self.router, self.top_k, renormalize=self.renormalize)
         visits = sort_visits(chosen, self.gate_up.data.shape[0])
         hidden = self.gate(expert_product(x, self.gate_up, visits, entering=True))
