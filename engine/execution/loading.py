@@ -8,10 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from tokenfleet.engine.config import EngineConfig
-from tokenfleet.engine.errors import ConfigError
 from tokenfleet.engine.execution.buckets import Bucket, decode_buckets, mixed_buckets
 from tokenfleet.engine.execution.capture import Capture
 from tokenfleet.engine.execution.flight import Flight, Outcome
@@ -21,6 +18,7 @@ from tokenfleet.engine.execution.memory import (
     cpu_room,
     cuda_room,
     fitting_blocks,
+    refusing,
 )
 from tokenfleet.engine.execution.placement import (
     check_quantization,
@@ -37,10 +35,11 @@ from tokenfleet.engine.execution.weights import NewWeights, WeightUpdate
 from tokenfleet.engine.model.decoder import Decoder
 from tokenfleet.engine.model.families import read_spec
 from tokenfleet.engine.model.loader import load_decoder
-from tokenfleet.engine.model.mlp import DenseMlp
+from tokenfleet.engine.model.mlp import MoeMlp
 from tokenfleet.engine.model.spec import ModelSpec
 from tokenfleet.engine.scheduling.plan import StepPlan
 from tokenfleet.engine.traffic import NO_TRAFFIC, Traffic, traffic_of
+from tokenfleet.kernels.backend import uses_triton
 
 
 class RunsSteps(Protocol):
@@ -99,9 +98,7 @@ def load_model(
     known_tokens: Collection[int] | None = None,
     capture: Capture | None = None,
 ) -> LoadedModel:
-    """Read the checkpoint, place it, and allocate its KV blocks.
-
-    capture: what steps are captured with; None = CUDA graphs on CUDA, unless enforce_eager.
+    """Read the checkpoint, and make it ready to run steps; see `place_model`.
 
     Raises:
         ConfigError, UnsupportedModel, CheckpointError.
@@ -109,45 +106,56 @@ def load_model(
     path = Path(config.model)
     device = pick_device(config)
     check_quantization(config, device)
-    block_size = pick_block_size(config, device)
     spec = read_spec(path, max_model_len=config.max_model_len)
-    max_len = pick_max_len(config, spec)
+    pick_max_len(config, spec)  # refuses before anything is read
     dtype = pick_dtype(config, spec, device)
-    decoder = load_decoder(
-        path,
-        spec,
-        dtype=dtype,
-        device=device,
-        quantization=config.quantization,
-        kv_in_fp8=config.kv_cache_dtype == "fp8",
-    )
+    with refusing(f"the weights of {path} were loaded"):
+        decoder = load_decoder(
+            path,
+            spec,
+            dtype=dtype,
+            device=device,
+            quantization=config.quantization,
+            kv_in_fp8=config.kv_cache_dtype == "fp8",
+        )
+    return place_model(config, decoder, known_tokens, capture)
+
+
+def place_model(
+    config: EngineConfig,
+    decoder: Decoder,
+    known_tokens: Collection[int] | None = None,
+    capture: Capture | None = None,
+) -> LoadedModel:
+    """Give a decoder its KV blocks, and capture its steps.
+
+    capture: what steps are captured with; None = CUDA graphs on CUDA, unless enforce_eager.
+
+    Raises:
+        ConfigError: memory for the blocks is not there.
+    """
+    device, spec = decoder.device, decoder.spec
+    block_size, max_len = pick_block_size(config, device), pick_max_len(config, spec)
     capture = capture or pick_capture(config, device)
     buckets = buckets_for(config, decoder) if capture is not None else []
     probe = CudaProbe(device) if device.type == "cuda" else None
     num_blocks = pick_num_blocks(config, decoder, block_size, max_len, probe, 3 * len(buckets))
     overlap = pick_overlap(config, device)
-    make_runner = partial(
-        Runner,
-        decoder,
-        num_slots=config.max_num_seqs,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_len=max_len,
-        known_tokens=known_tokens,
-        device=device,
-        ahead=overlap,
-        capture=capture,
-        buckets=buckets,
-        quantization=config.quantization,
-        probe=probe,
-    )
-    try:
-        runner = make_runner()
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"{num_blocks} KV blocks fitted, and when they were made the memory was gone: another"
-            f" process took it. End that, or lower gpu_memory_fraction ({error})"
-        ) from error
+    with refusing(f"{num_blocks} KV blocks and the graphs were to fit"):
+        runner = Runner(
+            decoder,
+            num_slots=config.max_num_seqs,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_len=max_len,
+            known_tokens=known_tokens,
+            device=device,
+            ahead=overlap,
+            capture=capture,
+            buckets=buckets,
+            quantization=config.quantization,
+            probe=probe,
+        )
     traffic = traffic_of(decoder)
     return LoadedModel(spec, runner, max_len, block_size, num_blocks, traffic, overlap)
 
@@ -169,14 +177,17 @@ def pick_num_blocks(
         room = cpu_room()
     else:
         step = partial(run_largest_step, decoder, config, block_size, max_len)
-        room = cuda_room(config, probe, step, num_graphs)
+        with refusing("the largest step was tried, before there were KV blocks,"):
+            room = cuda_room(config, probe, step, num_graphs)
     per_block = decoder.kv_bytes_per_block(block_size)
     return fitting_blocks(config, room, per_block=per_block, block_size=block_size, max_len=max_len)
 
 
 def buckets_for(config: EngineConfig, decoder: Decoder) -> list[Bucket]:
     """The steps that are captured; none where a layer looks at its values on the host."""
-    if not all(isinstance(layer.mlp, DenseMlp) for layer in decoder.layers):
+    if any(isinstance(layer.mlp, MoeMlp) for layer in decoder.layers):
         return []
+    if decoder.device.type == "cuda" and not uses_triton(decoder.embedding):
+        return decode_buckets(config.max_num_seqs)  # the reference reads where chunks begin
     mixed = mixed_buckets(config.max_num_batched_tokens, config.max_num_seqs)
     return decode_buckets(config.max_num_seqs) + mixed

@@ -7,7 +7,8 @@ really there is a second question, asked last.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -136,6 +137,22 @@ def fitting_blocks(
             " gpu_memory_fraction or num_blocks"
         )
     return count
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Turn out-of-memory at the start into a refusal that says what did not fit.
+
+    Raises:
+        ConfigError: in place of torch's error.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{what} and memory ran out: another process may hold it; end that, or use a larger"
+            f" card, a quantization or smaller limits ({error})"
+        ) from error
 
 
 def check_free(probe: MemoryProbe, needed: int) -> None:

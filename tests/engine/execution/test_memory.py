@@ -2,11 +2,13 @@
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
 
 from tokenfleet.engine import ConfigError, EngineConfig, EngineRequest, SamplingParams, WrongState
+from tokenfleet.engine.execution import loading
 from tokenfleet.engine.execution.loading import pick_num_blocks
 from tokenfleet.engine.execution.memory import CONTEXT_BYTES, cuda_room, fitting_blocks
 from tokenfleet.engine.execution.weights import moved, num_bytes
@@ -107,6 +109,20 @@ def test_the_profiling_run_is_a_step_as_large_as_any(tiny_random, make_core):
     pick_num_blocks(config, decoder, 4, 64, card, 3)
     assert seen == [30]
     assert card.calls == ["total", "step", "free"]
+
+
+@pytest.mark.parametrize("stage", ["load_decoder", "run_largest_step", "Runner"])
+def test_memory_that_runs_out_during_the_start_is_a_refusal(stage, tiny_random, monkeypatch):
+    def out_of_memory(*_given, **_named):
+        raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(loading, stage, out_of_memory)
+    config = EngineConfig(tiny_random("llama"), dtype="float32", device="cpu", num_blocks=8)
+    start = partial(loading.load_model, config)
+    if stage == "run_largest_step":
+        start = partial(loading.pick_num_blocks, config, None, 4, 64, Card(), 0)
+    with pytest.raises(ConfigError, match=r"memory ran out.*2\.00 GiB"):
+        start()
 
 
 def test_sleep_frees_the_blocks_and_wake_goes_on_with_the_same_output(
