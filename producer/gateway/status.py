@@ -28,10 +28,9 @@ from tokenfleet.producer.errors import TokenfleetError
 from tokenfleet.producer.fleet import FleetReader, FleetStatus, RunningJob
 from tokenfleet.producer.gateway.answers import GatewayError, refused
 from tokenfleet.producer.gateway.context import gateway_of, note
-from tokenfleet.producer.gateway.page.fragment import Sample, escaped, fragment
+from tokenfleet.producer.gateway.page.fragment import MOST_JOBS, Sample, escaped, fragment
 
 SAMPLE_S = 2.0
-SHOWN_JOBS = 20
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +77,7 @@ class Sampler:
         """One look. Trouble is remembered and said once."""
         try:
             status = await self._fleet.status()
-            self.running = await self._fleet.running(SHOWN_JOBS)
+            self.running = await self._fleet.running(MOST_JOBS)
         except (TokenfleetError, RedisError) as error:
             if self.trouble is None:
                 log.warning("fleet_not_seen", extra={"fields": {"error": str(error)}})

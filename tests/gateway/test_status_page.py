@@ -108,6 +108,14 @@ def test_what_is_not_known_is_a_dash_and_what_is_wrong_is_said() -> None:
     assert "looking for the fleet ..." in drawn(None).texts
 
 
+def test_a_page_says_when_it_leaves_jobs_out() -> None:
+    status = a_status(a_worker(), queues=(QueueDepth("m", "default", running=21),))
+    shown = drawn(status, running=[a_job(str(n)) for n in range(20)])
+    assert "the 20 oldest of 21" in shown.texts
+    ended_meanwhile = drawn(status, running=[a_job("1")])
+    assert not any("oldest of" in text for text in ended_meanwhile.texts)
+
+
 def test_a_plot_says_in_words_what_it_shows_and_leaves_gaps() -> None:
     points = [(60.0, 10.0), (58.0, 30.0), (20.0, 5.0), (0.0, 20.0)]
     page = Parsed(plot("Pace", "tokens", [Series("pace", "one", points)], 120.0))

@@ -13,6 +13,8 @@ from tokenfleet.producer.fleet import FleetStatus, QueueDepth, RunningJob, Worke
 from tokenfleet.producer.gateway.page.plots import Series, plot
 
 DASH = "–"
+MOST_JOBS = 20
+"""Running jobs on the page."""
 STALE_S = 10.0
 """A worker that was not seen for this long has missed two heartbeats."""
 
@@ -156,7 +158,7 @@ def _running(jobs: Sequence[RunningJob], total: int) -> str:
         rows,
         "No job is running.",
     )
-    if total > len(jobs) > 0:
+    if total > len(jobs) == MOST_JOBS:
         table += f'<p class="none">the {len(jobs)} oldest of {total}</p>'
     return table
 
