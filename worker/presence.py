@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 
 import structlog
 
@@ -46,8 +47,15 @@ class Presence:
         self._fixed: dict[str, str | int | float] = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "version": version("tokenfleet"),
         }
-        self.registered = False
+        self.last_written: float | None = None
+        """When the line was last written, by a script; monotonic."""
+
+    @property
+    def registered(self) -> bool:
+        """Whether the line has been there."""
+        return self.last_written is not None
 
     async def run(self) -> None:
         """Write the line every few seconds until cancelled."""
@@ -59,8 +67,8 @@ class Presence:
                 await self._broker.pause()
                 continue
             self._broker.reached()
-            if not self.registered:
-                self.registered = True
+            first, self.last_written = not self.registered, time.monotonic()
+            if first:
                 self._on_registered()
             await asyncio.sleep(HEARTBEAT_S)
 

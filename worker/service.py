@@ -42,6 +42,7 @@ from tokenfleet.worker.prepare import Preparer
 from tokenfleet.worker.presence import Pace, Presence, StartFigures
 from tokenfleet.worker.publisher import Publisher
 from tokenfleet.worker.queue import JobQueue
+from tokenfleet.worker.readiness import Readiness, Signs
 from tokenfleet.worker.reaper import Reaper
 from tokenfleet.worker.roster import Roster
 from tokenfleet.worker.settings import WorkerSettings
@@ -197,6 +198,7 @@ class WorkerService:
         self._presence = Presence(
             self._queue, self._broker, about=self._about, on_registered=self._registered
         )
+        self._readiness = Readiness(self._signs, step_limit_s=settings.step_limit_s)
         self._control = Control(
             self._connection,
             self._broker,
@@ -282,16 +284,19 @@ class WorkerService:
 
     def not_ready(self) -> list[str]:
         """Why this worker would not take a job now; empty when it would."""
-        reasons = []
-        if self._stop.is_set():
-            reasons.append("draining")
-        if not self._host.ready:
-            reasons.append("the engine is starting")
-        if not self._broker.reachable:
-            reasons.append("Redis is not reachable")
-        elif not self._presence.registered:
-            reasons.append("not registered yet")
-        return reasons
+        return self._readiness.reasons()
+
+    def _signs(self) -> Signs:
+        return Signs(
+            draining=self._stop.is_set(),
+            engine_ready=self._host.ready,
+            working_since=self._dispatcher.working_since,
+            last_heard=self._host.last_heard,
+            reachable=self._broker.reachable,
+            last_script=self._presence.last_written,
+            last_claim=self._intake.last_claim,
+            room=self.roster.room(),
+        )
 
     def _engine_ready(self, info: EngineInfo) -> None:
         self._figures.note(engine_imports_s=info.imports_s, model_s=info.model_s)

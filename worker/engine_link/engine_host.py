@@ -71,6 +71,11 @@ class EngineHost:
         return self._dispatcher.engine is not None
 
     @property
+    def last_heard(self) -> float | None:
+        """When the engine last said anything; monotonic."""
+        return self._handle.last_heard if self._handle else None
+
+    @property
     def pid(self) -> int | None:
         """The process id of the engine that was started last."""
         return self._handle.pid if self._handle else None
