@@ -222,6 +222,8 @@ class Batch:
 
     async def _begin(self, client: AsyncClient, *, new_round: bool) -> None:
         """Read the state again under the lock, and move it on."""
+        for left_over in self.files.state.parent.glob(f"{self.files.state.name}.*.tmp"):
+            left_over.unlink(missing_ok=True)
         state = BatchState.read(self.files.state)
         if new_round:
             self.files.cancel.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, Self
 
@@ -79,10 +80,11 @@ class Output:
             self._dirty = False
 
     def close(self) -> None:
-        """Close and unlock."""
-        for handle in self._handles.values():
-            handle.close()
-        self._handles = {}
+        """Close and unlock, also where what is left to write cannot be written."""
+        with ExitStack() as stack:
+            for handle in self._handles.values():
+                stack.callback(handle.close)
+            self._handles = {}
 
     def _count(self, path: Path, *, failed: bool) -> None:
         for record in read_records(path, self._state, failed=failed):

@@ -26,7 +26,7 @@ from tokenfleet.producer.batch.remote import AT_ONCE, Flight, Look, Remote
 from tokenfleet.producer.batch.state import BatchError, BatchFiles, BatchState, Phase
 from tokenfleet.producer.batch.tally import Tally
 from tokenfleet.producer.batch.threads import in_thread
-from tokenfleet.producer.errors import BrokerUnavailable
+from tokenfleet.producer.errors import BrokerUnavailable, InvalidJob
 from tokenfleet.producer.states import State
 
 IN_FLIGHT = 4096
@@ -54,6 +54,8 @@ class Runner:
         patience_s: float = PATIENCE_S,
         on_progress: Callable[[Progress], object] | None = None,
     ) -> None:
+        if in_flight < 1:
+            raise InvalidJob("in_flight", in_flight, "must be 1 or more")
         self.state = state
         self.resubmitted = 0
         self._files = files
@@ -64,14 +66,15 @@ class Runner:
         self._on_progress = on_progress
         self._keeper = Keeper(output, state)
         self._flights: dict[int, Flight] = {}
-        self._pending: list[BatchLine] = []
+        self._checker: Checker
+        self._source: Iterator[BatchLine | Problem]
+        self._pending: list[BatchLine]
+        self._exhausted: bool
         self._queued = 0
         """Jobs of ours that wait, as far as is known."""
         self._freed = 0
         """How many of them have been claimed since the queue was full."""
-        self._checker = Checker(state.rules)
-        self._source = self._read()
-        self._exhausted = False
+        self._rewind()
         self._full_until = 0.0
         self._note: str | None = None
         self._rates = Rates(time.monotonic())
@@ -105,6 +108,8 @@ class Runner:
             self._flights.clear()
             await self._look_back()
             if self._files.cancel.exists():
+                self._rewind()
+                await self._patiently(self.cancel)
                 return Phase.CANCELLED
             if not fed:
                 await asyncio.sleep(max(SHORTEST_PAUSE_S, self._full_until - time.monotonic()))
@@ -185,6 +190,11 @@ class Runner:
             judged = self._checker.line(raw, translated=not is_done)
             if judged is not None and not is_done:
                 yield judged
+
+    def _rewind(self) -> None:
+        """Read the input from its beginning once more."""
+        self._checker = Checker(self.state.rules)
+        self._source, self._exhausted, self._pending = self._read(), False, []
 
     async def _all_flights(self) -> AsyncIterator[list[Flight]]:
         """The jobs of all lines that are not done, sent or not."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -56,6 +57,7 @@ class Commands:
             *(*map(str, arguments), *self._place(name)),
             stdout=asyncio.subprocess.PIPE,
             stderr=options.pop("stderr", asyncio.subprocess.PIPE),
+            **options,
             env={**environment, "COLUMNS": "200"},
         )
 
@@ -154,6 +156,27 @@ async def test_an_interrupt_leaves_a_batch_that_resume_takes_up(
         assert (await batch.run("resume", path)).code == 0
     assert len(worker.seen) == 3
     assert files.output.read_bytes().count(b"\n") == 3
+
+
+async def test_a_full_disk_ends_the_run_and_resume_goes_on_when_there_is_room(
+    batch: Commands, valkey_lab: Any, requests: Requests, working: Any, tools: Any
+) -> None:
+    path = requests(300)
+    files = BatchFiles.beside(path)
+
+    def small_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+    async with working(valkey_lab) as worker:
+        process = await batch.start("run", path, preexec_fn=small_files)
+        _, err = await process.communicate()
+        assert process.returncode == 2
+        assert b"File too large; not at its end; go on with" in err
+        assert 0 < files.output.stat().st_size <= 60_000
+        resumed = await batch.run("resume", path, "-o", "json")
+    assert (resumed.code, resumed.json["completed"], len(worker.seen)) == (0, 300, 300)
+    names = [line["custom_id"] for line in tools.read_json_lines(files.output)]
+    assert len(names) == len(set(names)) == 300
 
 
 async def has_entries(lab: Any, count: int) -> bool:

@@ -392,6 +392,38 @@ async def test_looking_at_a_batch_never_keeps_another_from_it(
     assert summary.completed == 3
 
 
+async def test_cancelling_while_lines_are_submitted_ends_those_that_are_in_the_queue(
+    valkey_lab: Any, requests: Requests, until: Any
+) -> None:
+    from tokenfleet.worker.rules import Rules, TenantLimits
+
+    await Rules(valkey_lab.connection).set_limits(TenantLimits("default", waiting=20))
+    batch = prepared(requests(60))
+    notes: list[str | None] = []
+    client = valkey_lab.client()
+    submit = asyncio.create_task(batch.submit(client, on_progress=lambda p: notes.append(p.note)))
+    await until(lambda: notes and notes[-1] is not None)
+    cancelled = await Batch.open(batch.files).cancel(valkey_lab.client())
+    assert (await submit).phase is cancelled.phase is Phase.CANCELLED
+    states = [await valkey_lab.state(batch.state.job_id(line)) for line in range(1, 61)]
+    assert (states.count("cancelled"), states.count(None)) == (20, 40)
+
+
+async def test_nothing_of_a_killed_write_is_left_lying_about(
+    valkey_lab: Any, requests: Requests, working: Any, tmp_path: Path
+) -> None:
+    batch = prepared(requests(1))
+    (tmp_path / f"{batch.files.state.name}.999999.tmp").write_text("half")
+    async with working(valkey_lab):
+        await batch.run(valkey_lab.client())
+    kept = ("requests.jsonl", "requests.output.jsonl", "requests.errors.jsonl")
+    assert everything_in(tmp_path) == {*kept, "requests.output.jsonl.batch"}
+
+
+def everything_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
 async def test_lines_expire_when_the_window_is_over_even_without_a_worker(
     valkey_lab: Any, requests: Requests, tools: Any
 ) -> None:

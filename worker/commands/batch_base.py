@@ -54,6 +54,9 @@ async def run_batch(
                 )
     except TimeoutError:
         raise TimeoutError(_go_on(batch)) from None
+    except OSError as error:
+        base.say_error("Unwritable", f"{error.strerror}; {_go_on(batch)}", output)
+        return base.BAD_INPUT
     except asyncio.CancelledError:
         base.note(_go_on(batch))
         raise
