@@ -286,8 +286,9 @@ class EngineCore:
             WrongState: requests have not ended, or it sleeps already.
         """
         self._must_be_awake("go to sleep")
-        if self.has_work:
+        if self._accounts or self._compiling:
             raise WrongState("requests have not ended; the engine goes to sleep only when idle")
+        self._settle_all()  # a step for somebody who had ended already
         self._forget_kv()
         self.runner.sleep()
         self._asleep = True

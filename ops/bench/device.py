@@ -119,9 +119,10 @@ def _command(part: Part, lines: Path, options: argparse.Namespace) -> list[str]:
     if part.name == "kernel-tests":
         ini = options.work / "pytest.ini"
         ini.write_text(PYTEST_INI)
-        tests = ROOT / "tests" / "kernels" / "gpu"
+        tests = ROOT / "tests"
+        ours = [tests / "kernels" / "gpu", tests / "engine" / "execution" / "test_on_gpu.py"]
         shared = ["-p", "no:cacheprovider", "-c", str(ini), f"--rootdir={ROOT}"]
-        shared += [f"--confcutdir={ROOT / 'tests' / 'kernels'}", str(tests)]
+        shared += [f"--confcutdir={tests / 'kernels'}", *map(str, reversed(ours))]
         chosen = ["--collect-only"] if options.dry_run else ["-v", "-k", "not aot"]
         return [sys.executable, "-m", "pytest", *shared, *chosen]
     script = HERE / ("device_kernels.py" if part.name in _KERNEL_PARTS else "device_engine.py")

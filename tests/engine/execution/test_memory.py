@@ -168,6 +168,19 @@ def test_sleeping_and_waking_at_a_wrong_time_is_refused_and_changes_nothing(tiny
     assert core.has_work
 
 
+def test_a_step_that_was_launched_for_nobody_does_not_keep_the_engine_awake(
+    script_model, make_core, play
+):
+    core = make_core(script_model([10, 11, 12]), overlap=True)
+    core.add(EngineRequest("a", [1], SamplingParams(max_tokens=9, temperature=0.0)))
+    while not any(event.finish_reason for event in core.step()):
+        pass
+    assert core.has_work
+    core.sleep()
+    core.wake()
+    assert not core.has_work
+
+
 def test_waking_waits_until_a_neighbour_has_given_memory_back(tiny_random, make_core):
     core = make_core(tiny_random("llama", num_hidden_layers=1))
     card = core.runner._probe = Card()
