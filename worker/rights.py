@@ -20,7 +20,8 @@ OPERATOR = (
     *("scan", "xinfo|groups", "xinfo|consumers", "xinfo|stream", "xrange", "xlen", "xpending"),
     *("zrange", "zrevrange", "zscore", "zcard", "zcount", "hget", "hgetall", "hmget", "time"),
     *("config|get", "info", "acl|whoami", "client|list"),
-    *("hexists", "del"),  # a tenant's limits set and taken away
+    *("hexists", "del"),  # a tenant's limits set and taken away, dead letters dropped
+    "xgroup|create",  # queues ensured
 )
 """What `tokenfleet queue`, `dead`, `top` and `doctor` do, on top of what a client may."""
 

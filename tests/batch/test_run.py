@@ -424,6 +424,25 @@ def everything_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
+async def test_a_producers_rights_are_enough(
+    valkey_lab: Any, requests: Requests, working: Any
+) -> None:
+    from tokenfleet.producer import AsyncClient
+    from tokenfleet.producer.rights import producer_rules
+
+    rights, name = producer_rules(valkey_lab.namespace), f"producer-{valkey_lab.namespace}"
+    await valkey_lab.raw.execute_command("ACL SETUSER", name, "on", ">secret", *rights)
+    url = valkey_lab.server.url.replace("redis://", f"redis://{name}:secret@")
+    path = requests(20)
+    async with AsyncClient(url, namespace=valkey_lab.namespace) as client:
+        await prepared(path).submit(client)
+        await prepared(path).cancel(client)
+        async with working(valkey_lab):
+            summary = await prepared(path).run(client)
+    assert summary.completed == 20
+    await valkey_lab.raw.execute_command("ACL DELUSER", name)
+
+
 async def test_lines_expire_when_the_window_is_over_even_without_a_worker(
     valkey_lab: Any, requests: Requests, tools: Any
 ) -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from tokenfleet.producer.keys import GROUP
 from tokenfleet.worker.commands.admin import Admin
 from tokenfleet.worker.commands.cli import build
+from tokenfleet.worker.rights import operator_rules
 
 
 async def said(lab: Any, *words: str) -> tuple[int, Any]:
@@ -71,6 +72,19 @@ async def test_only_dead_letters_can_be_dropped(valkey_lab: Any) -> None:
     assert await valkey_lab.state(alive) == "waiting"
     assert (await said(valkey_lab, "dead", "drop"))[0] == 2
     assert (await said(valkey_lab, "dead", "drop", alive, "--all"))[0] == 2
+
+
+async def test_an_operators_rights_are_enough(valkey_lab: Any) -> None:
+    dead = await a_dead_job(valkey_lab)
+    rights = operator_rules(valkey_lab.namespace)
+    name = f"operator-{valkey_lab.namespace}"
+    await valkey_lab.raw.execute_command("ACL SETUSER", name, "on", ">secret", *rights)
+    url = valkey_lab.server.url.replace("redis://", f"redis://{name}:secret@")
+    where = ("--redis-url", url, "--namespace", valkey_lab.namespace)
+    for words in (("queue", "ensure", "other"), ("dead", "drop", dead), ("queue", "list")):
+        done = await asyncio.to_thread(CliRunner().invoke, build([*words]), [*words, *where])
+        assert done.exit_code == 0, done.output
+    await valkey_lab.raw.execute_command("ACL DELUSER", name)
 
 
 def shown(*words: str) -> dict[str, dict[str, Any]]:
