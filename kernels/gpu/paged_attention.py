@@ -55,6 +55,12 @@ CHUNK_TILES = {
     (100, 128): Tiles(128, 128, 8, 2),
     (100, 256): Tiles(64, 32, 8, 2),
 }
+MASKED_CHUNK_TILES = {
+    # heads of 65 to 127: the masks of what is padded to 128 take registers too
+    80: Tiles(128, 32, 8, 2),
+    90: Tiles(128, 64, 8, 3),
+    100: Tiles(128, 64, 8, 3),
+}
 DECODE_TILES = {
     # bytes in flight decide: a tile of keys and one of values in every stage
     (80, 64): Tiles(16, 128, 4, 3),
@@ -133,6 +139,8 @@ def pick_tiles(gpu: Gpu, dtype: torch.dtype, dim: int, group: int, max_query_len
         return Tiles(least, 32, 4, 1)
     rows = max_query_len * group
     decode, chunk = DECODE_TILES[gpu.arch, padded], CHUNK_TILES[gpu.arch, padded]
+    if 64 < dim < 128:
+        chunk = MASKED_CHUNK_TILES[gpu.arch]
     if rows <= least:
         return Tiles(least, decode.n, decode.num_warps, decode.num_stages)
     if rows <= SMALL_CHUNK_ROWS and least <= SMALL_CHUNK_ROWS:
