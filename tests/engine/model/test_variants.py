@@ -166,6 +166,21 @@ def test_partial_rotary(tiny_random, reference, driver, share):
     assert_equal_logits(path, reference, driver)
 
 
+def test_phi_4_is_the_older_phis_architecture_with_other_numbers(tiny_random, reference, driver):
+    """Phi-4-mini: three quarters rotated, two sets of factors, tied. Phi-4: none of these."""
+    factors = {name: LONG[name][:12] for name in ("short_factor", "long_factor")}
+    mini = tiny_random(
+        "phi3", hidden_size=192, num_attention_heads=6, num_key_value_heads=2,
+        rope_parameters={**LONG, **factors, "partial_rotary_factor": 0.75},
+        max_position_embeddings=128, original_max_position_embeddings=64,
+        tie_word_embeddings=True, sliding_window=262_144,
+    )  # fmt: skip
+    assert read_spec(mini).ropes[0].rotary_dim == 24
+    assert_equal_logits(mini, reference, driver, max_model_len=60)
+    whole = tiny_random("phi3", sliding_window=None, tie_word_embeddings=False, rms_norm_eps=1e-5)
+    assert_equal_logits(whole, reference, driver)
+
+
 @pytest.mark.parametrize("scaling", ["rope_scaling", "rope_scaling with type", "theta alone"])
 def test_the_older_spelling_of_rope_settings(tiny_random, reference, driver, edited, scaling):
     def edit(config):
