@@ -1,10 +1,7 @@
 """Executes a plan: one forward pass, one sampling call, one outcome per chunk.
 
 A step is launched and collected later; nothing between the two waits for the device. Where graphs
-were captured a step is replayed from one, unless it is larger than all of them. An error in a
-launch costs the chunk that caused it, never the batch: the work is tried again in halves until it
-is alone. That is safe because a step only writes KV at positions it owns, and writes the same
-again.
+were captured a step is replayed from one, unless it is larger than all of them.
 """
 
 from __future__ import annotations
@@ -22,6 +19,12 @@ from torch import Tensor
 from tokenfleet.engine.execution.batch import build_inputs
 from tokenfleet.engine.execution.buckets import Bucket
 from tokenfleet.engine.execution.capture import Capture
+from tokenfleet.engine.execution.containment import (
+    Containment,
+    free_cached_memory,
+    is_fatal,
+    is_out_of_memory,
+)
 from tokenfleet.engine.execution.flight import (
     NOT_SAMPLED,
     POISONED,
@@ -32,7 +35,7 @@ from tokenfleet.engine.execution.flight import (
     Timing,
 )
 from tokenfleet.engine.execution.graphs import DeviceTables, StepGraphs, fits_graph
-from tokenfleet.engine.execution.memory import MemoryProbe, check_free
+from tokenfleet.engine.execution.memory import MemoryProbe, check_free, refusing
 from tokenfleet.engine.execution.param_table import Ids, ParamTable
 from tokenfleet.engine.execution.prompt_logprobs import prompt_logprobs, wanted
 from tokenfleet.engine.execution.sampler import Sampler
@@ -144,7 +147,8 @@ class Runner:
         if error is not None:
             flight.parts.append(Part(plan.work, error))
         else:
-            flight.parts += self._contained(plan.work, flight.timing, tries=2)
+            contained = Containment(self._attempt, self.device)
+            flight.parts += contained.launch(plan.work, flight.timing)
         flight.timing.forward_s = time.perf_counter() - started - flight.timing.sample_s
         return flight
 
@@ -174,23 +178,24 @@ class Runner:
         self.pools = []
         if self.device.type == "cuda":
             self.decoder = moved(self.decoder, lambda tensor: tensor.cpu())
-            _free_cached_memory(self.device)
+            free_cached_memory(self.device)
 
     def wake(self) -> None:
         """Undo `sleep`. Graphs are captured anew: the addresses are others.
 
         Raises:
-            ConfigError: the memory is not there; nothing was changed.
+            ConfigError: the memory is not there; it may be tried again.
         """
         size = self.slots.block_size
         if self._probe is not None:
             needed = (self._num_blocks + 1) * self.decoder.kv_bytes_per_block(size)
             needed += num_bytes(self.decoder)
             check_free(self._probe, needed)
-        if self.decoder.device != self.device:
-            self.decoder = moved(self.decoder, lambda tensor: tensor.to(self.device))
-        self.pools = self.decoder.make_pools(self._num_blocks + 1, size)
-        self._make_graphs()
+        with refusing("weights and KV blocks were made again"):
+            if self.decoder.device != self.device:
+                self.decoder = moved(self.decoder, lambda tensor: tensor.to(self.device))
+            self.pools = self.decoder.make_pools(self._num_blocks + 1, size)
+            self._make_graphs()
 
     # -- inside ----------------------------------------------------------------------------
 
@@ -211,10 +216,10 @@ class Runner:
                     self.graphs.tables.update(plan)
                 self._copy_blocks(plan.copies)
             except Exception as error:
-                if _is_fatal(error):
+                if is_fatal(error):
                     raise
                 timing.out_of_memory += is_out_of_memory(error)
-                _free_cached_memory(self.device)
+                free_cached_memory(self.device)
                 if last_try:
                     return f"{type(error).__name__}: {error}"
             else:
@@ -228,40 +233,6 @@ class Runner:
         pairs = self.transfers.send(np.array(copies, np.int64).T)
         for pool in self.pools:
             copy_blocks(pool, pairs[0], pairs[1])
-
-    # -- containment -----------------------------------------------------------------------
-
-    def _contained(self, work: list[Chunk], timing: Timing, tries: int) -> list[Part]:
-        try:
-            return [self._attempt(work, timing)]
-        except Exception as error:
-            if _is_fatal(error):
-                raise
-            return self._again(work, timing, error, tries)
-
-    def _again(self, work: list[Chunk], timing: Timing, error: Exception, tries: int) -> list[Part]:
-        if is_out_of_memory(error):
-            timing.out_of_memory += 1
-            _free_cached_memory(self.device)
-            if tries > 1:
-                return self._contained(work, timing, tries - 1)
-            if len(work) == 1 and work[0].count > 1:
-                return self._in_two_chunks(work[0], timing)
-        if len(work) == 1:
-            return [Part(work, f"{type(error).__name__}: {error}")]
-        middle = len(work) // 2
-        head, tail = work[:middle], work[middle:]
-        return self._contained(head, timing, 1) + self._contained(tail, timing, 1)
-
-    def _in_two_chunks(self, chunk: Chunk, timing: Timing) -> list[Part]:
-        """The same tokens in two passes of half the size; their outcomes are joined later."""
-        half = chunk.count // 2
-        head = Chunk(chunk.sequence, chunk.start, half, samples=False)
-        tail = Chunk(chunk.sequence, chunk.start + half, chunk.count - half, chunk.samples)
-        first = self._contained([head], timing, 1)
-        if any(part.error for part in first):
-            return first
-        return first + self._contained([tail], timing, 1)
 
     # -- one forward pass ------------------------------------------------------------------
 
@@ -358,21 +329,3 @@ def _unknown(vocab_size: int, known: Collection[int] | None, device: torch.devic
         return None
     missing = sorted(set(range(vocab_size)).difference(known))
     return torch.tensor(missing, device=device) if missing else None
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether the device or the host ran out of memory in an allocation."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-
-
-def _is_fatal(error: Exception) -> bool:
-    """A CUDA error other than out-of-memory leaves the context unusable: only a restart helps."""
-    lost = isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
-    return lost and not is_out_of_memory(error)
-
-
-def _free_cached_memory(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

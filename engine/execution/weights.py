@@ -20,8 +20,10 @@ from tokenfleet.engine.errors import CheckpointError
 from tokenfleet.engine.model.checkpoint import Checkpoint
 from tokenfleet.engine.model.decoder import Decoder
 from tokenfleet.engine.model.loader import Loader
+from tokenfleet.engine.model.mlp import GroupedMoeMlp
 from tokenfleet.engine.model.tensor_source import GivenTensors, TensorSource
 from tokenfleet.kernels.linear import PackedWeight
+from tokenfleet.kernels.moe import ExpertWeights
 
 NewWeights = str | Path | Iterable[tuple[str, Tensor]]
 """A checkpoint's directory, or tensors under a checkpoint's names."""
@@ -68,7 +70,8 @@ class WeightUpdate:
 
     def _loader(self, source: TensorSource, device: torch.device) -> Loader:
         d = self._decoder
-        return Loader(source, d.spec, d.dtype, device, self._quantization, d.kv_in_fp8)
+        stacked = any(isinstance(layer.mlp, GroupedMoeMlp) for layer in d.layers)
+        return Loader(source, d.spec, d.dtype, device, self._quantization, d.kv_in_fp8, stacked)
 
 
 def _opener(given: NewWeights) -> Callable[[], AbstractContextManager[TensorSource]]:
@@ -89,7 +92,7 @@ def _opener(given: NewWeights) -> Callable[[], AbstractContextManager[TensorSour
 
 def _check_form(old: Any, new: Any, name: str = "the model") -> None:
     """Refuse projections that are kept in another form (FP8 or not, with a bias or without)."""
-    if isinstance(old, PackedWeight):
+    if isinstance(old, (PackedWeight, ExpertWeights)):
         if _form(old) != _form(new):
             raise CheckpointError(
                 f"{name}: the new weights are kept as {_form(new)}, the engine was started with"
@@ -103,7 +106,9 @@ def _check_form(old: Any, new: Any, name: str = "the model") -> None:
             _check_form(part, getattr(new, field), field)
 
 
-def _form(weight: PackedWeight) -> str:
+def _form(weight: PackedWeight | ExpertWeights) -> str:
+    if isinstance(weight, ExpertWeights):
+        return f"{'fp8' if weight.fp8 else 'plain'} experts {tuple(weight.data.shape)}"
     form = "int8" if weight.layout.startswith("int8") else "fp8" if weight.fp8 else "plain"
     bias = "" if weight.bias is None else " with a bias"
     return f"{form} {weight.out_features} x {weight.in_features}{bias}"
