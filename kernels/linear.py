@@ -94,7 +94,7 @@ def pack_linear(
         return _in_blocks(*shape, "int8 blocks", to_blocks(values), bias, scale, offset)
     if features & BF16_BLOCKS and weight.dtype == torch.bfloat16 and in_features % 32 == 0:
         return _in_blocks(*shape, "blocks", to_blocks(weight), bias)
-    if _onednn_takes(weight):
+    if _onednn_takes(weight) and not uses_triton(weight):
         packed = torch.ops.mkldnn._reorder_linear_weight.default(weight.contiguous(), ROWS_HINT)
         return PackedWeight(*shape, "onednn", packed, bias)
     return PackedWeight(*shape, "plain", weight.contiguous(), bias)

@@ -76,6 +76,7 @@ class Loader:
     device: torch.device
     quantization: str | None
     kv_in_fp8: bool
+    stacked: bool | None = None  # experts in one tensor; None: as the device computes them
 
     def decoder(self) -> Decoder:
         spec = self.spec
@@ -160,7 +161,7 @@ class Loader:
     def _moe(self, prefix: str, moe: MoESpec) -> MoeMlp | GroupedMoeMlp:
         names, hidden = self.spec.names, self.spec.hidden_size
         router = self._tensor(f"{prefix}{names.router}.weight", moe.num_experts, hidden)
-        if uses_triton(router):
+        if uses_triton(router) if self.stacked is None else self.stacked:
             width = moe.intermediate_size
             return GroupedMoeMlp(
                 pack_linear(router),

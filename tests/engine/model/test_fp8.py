@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tokenfleet.engine import Engine, EngineConfig, SamplingParams
 from tokenfleet.engine.errors import CheckpointError, ConfigError, UnsupportedModel
+from tokenfleet.engine.execution.weights import WeightUpdate, _check_form
 from tokenfleet.engine.model import loader
 from tokenfleet.engine.model.families import read_spec
 from tokenfleet.engine.model.loader import load_decoder
@@ -419,3 +420,17 @@ def test_stacked_experts_may_have_static_scales_and_count_their_bytes(
     scales = mlp.gate_up.fp8.num_bytes + mlp.down.fp8.num_bytes
     codes = mlp.gate_up.data.nbytes + mlp.down.data.nbytes
     assert sizes[0] == codes + scales + mlp.router.num_bytes
+
+
+@pytest.mark.usefixtures("grouped")
+def test_stacked_experts_take_new_weights_and_refuse_another_form(
+    tiny_random, make_fp8, driver, reference
+):
+    run = driver(tiny_random("mixtral"))
+    with pytest.raises(CheckpointError, match="kept as"):
+        WeightUpdate(run.decoder, tiny_random("mixtral"), "fp8")
+    narrow, wide = make_fp8(tiny_random("mixtral"), "tensor", TENSOR, kept=("moe.gate.",))
+    with pytest.raises(CheckpointError, match=r"gate_up: .* kept as fp8 experts \(5, 160, 96\)"):
+        _check_form(run.decoder.layers[0].mlp, driver(narrow).decoder.layers[0].mlp)
+    WeightUpdate(run.decoder, wide, None).write()
+    assert_close(run.prefill(PROMPT, 16), logits_of(reference(wide)))
