@@ -176,7 +176,7 @@ async def test_a_tenant_with_too_many_waiting_is_told_when_to_come_back(
             assert int(answer.headers["retry-after"]) >= 1
             assert answer.headers["x-should-retry"] == "true"
     finally:
-        await rules.set_limits(TenantLimits("alice", None, None))
+        await rules.remove_limits("alice")
 
 
 def test_a_page_of_another_origin_may_call_where_the_settings_name_it(http: httpx.Client) -> None:
