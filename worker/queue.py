@@ -153,11 +153,9 @@ class JobQueue:
         codes: dict[str, int] = {}
         logged: dict[str, int] = {}
         for partition, group in self._by_partition(emissions).items():
-            head = self._connection.keys(partition).job("")
-            keys: list[str] = []
+            keys = [self._connection.keys(partition).job(group[0].job_id)]
             args: list[Any] = []
             for one in group:  # 256 jobs, 40 times a second: one pass, few objects
-                keys.append(head + one.job_id)
                 start = f"{one.job_id} {one.attempt} {one.start_offset} "
                 events = one.events
                 if len(events) == 1:

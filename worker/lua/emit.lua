@@ -1,8 +1,9 @@
 -- emit: log and announce what a worker's running jobs have made, for all of them at once.
 --
--- KEYS    per job: job hash
+-- KEYS[1] the first job's hash; the others are built from the prefix (few arguments: the client pays
+--         for each)
 -- ARGV[3] and on, per job: one text `<id> <attempt> <start offset> <offset after each event> ...`, then
---         the payload of each event (few arguments: the client pays for each)
+--         the payload of each event
 -- Returns triples, flat, for the jobs that there is something to say of: position (from 1), code,
 --         offset logged. code is a sum: 1 fenced (another attempt, or ended: stop, throw away),
 --         2 behind (the log does not end where these events start: nothing was written, go on from
@@ -10,7 +11,7 @@
 -- If it never runs: nothing is visible; the same events may be sent again, also merged with later
 --         ones as long as their boundaries stay. If its reply is lost: the repeated call skips what is logged.
 
-local now, replies, a = now_ms(), {}, 3
+local now, replies, a, k = now_ms(), {}, 3, 0
 
 local function watch(id, job, key, heard)
   if job.on_disconnect ~= 'cancel' or not job.watched or heard == nil then return false end
@@ -40,7 +41,7 @@ local function emit(key, id, attempt, start, events)
   return code, offset
 end
 
-for k, key in ipairs(KEYS) do
+while a <= #ARGV do
   local id, attempt, start, rest = string.match(ARGV[a], '^(%S+) (%d+) (%d+)(.*)$')
   local events = {}
   for after in string.gmatch(rest, '%d+') do
@@ -48,7 +49,8 @@ for k, key in ipairs(KEYS) do
     events[#events + 1] = after
     events[#events + 1] = ARGV[a]
   end
-  local code, offset = emit(key, id, attempt, tonumber(start), events)
+  k = k + 1
+  local code, offset = emit(job_key(id), id, attempt, tonumber(start), events)
   if code > 0 then
     local n = #replies
     replies[n + 1], replies[n + 2], replies[n + 3] = k, code, offset
