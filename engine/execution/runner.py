@@ -38,7 +38,7 @@ from tokenfleet.engine.execution.graphs import DeviceTables, StepGraphs, fits_gr
 from tokenfleet.engine.execution.memory import MemoryProbe, check_free, refusing
 from tokenfleet.engine.execution.param_table import Ids, ParamTable
 from tokenfleet.engine.execution.prompt_logprobs import prompt_logprobs, wanted
-from tokenfleet.engine.execution.sampler import Sampler
+from tokenfleet.engine.execution.sampler import Sampled, Sampler
 from tokenfleet.engine.execution.slots import SlotTable
 from tokenfleet.engine.execution.transfers import transfers_for
 from tokenfleet.engine.execution.weights import NewWeights, WeightUpdate, moved, num_bytes
@@ -62,8 +62,13 @@ class _Ends:
     """Tokens computed of each sequence after this step."""
     hidden: Tensor
     """[S, hidden size]"""
-    token_ids: Tensor
-    """int64 [S]"""
+    token_ids: Tensor | None
+    """int64 [S]; None where the host knows them."""
+
+    def some(self, picks: Ids, where: Tensor) -> _Ends:
+        """Those of some chunks, by their indices on the host and on the device."""
+        ids = None if self.token_ids is None else self.token_ids[where]
+        return _Ends(self.slots[picks], self.ends[picks], self.hidden[where], ids)
 
 
 class Runner:
@@ -250,7 +255,8 @@ class Runner:
         self._fault("hidden", work, hidden)
         forward_done = time.perf_counter()
         rows = inputs.last_rows
-        last = _Ends(inputs.slots, inputs.ends, hidden[rows], inputs.token_ids[rows])
+        ids = None if self.newest is None else inputs.token_ids[rows]
+        last = _Ends(inputs.slots, inputs.ends, hidden[rows], ids)
         verdicts, listings = self._sample(work, last)
         listings += self._prompt_listings(work, inputs.first_rows, hidden)
         part = self._part(work, verdicts, listings)
@@ -289,19 +295,28 @@ class Runner:
         to be listed."""
         poisoned = ~torch.isfinite(last.hidden).all(-1)
         picks = np.flatnonzero(np.fromiter((chunk.samples for chunk in work), bool, len(work)))
-        verdicts = torch.full((len(work),), NOT_SAMPLED, device=self.device)
-        listings: list[Listing] = []
-        if picks.size:
-            every = picks.size == len(work)
-            where = slice(None) if every else self.transfers.send(picks)
-            slots, ends = last.slots[picks], last.ends[picks]
-            logits = self.decoder.logits(last.hidden[where])
-            sampled = self.sampler(logits, slots, ends, last.token_ids[where])
-            if self.newest is not None:
-                scatter_tokens(sampled.tokens, self.newest, self.transfers.send(slots))
-            verdicts[where] = sampled.tokens.masked_fill_(sampled.poisoned, POISONED)
-            listings += [Listing(report, picks[rows]) for rows, report in sampled.reports]
+        if picks.size == len(work):
+            sampled = self._draw(last)
+            verdicts = sampled.tokens
+            poisoned |= sampled.poisoned
+        else:
+            verdicts = torch.full((len(work),), NOT_SAMPLED, device=self.device)
+            if not picks.size:
+                return verdicts.masked_fill_(poisoned, POISONED), []
+            where = self.transfers.send(picks)
+            sampled = self._draw(last.some(picks, where))
+            verdicts[where] = sampled.tokens
+            poisoned[where] |= sampled.poisoned
+        listings = [Listing(report, picks[rows]) for rows, report in sampled.reports]
         return verdicts.masked_fill_(poisoned, POISONED), listings
+
+    def _draw(self, last: _Ends) -> Sampled:
+        """A token for each row; the newest one of its slot from now on."""
+        logits = self.decoder.logits(last.hidden)
+        sampled = self.sampler(logits, last.slots, last.ends, last.token_ids)
+        if self.newest is not None:
+            scatter_tokens(sampled.tokens, self.newest, self.transfers.send(last.slots))
+        return sampled
 
     def _prompt_listings(
         self, work: list[Chunk], first_rows: NDArray[np.int32], hidden: Tensor

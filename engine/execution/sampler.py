@@ -58,9 +58,9 @@ class Sampler:
         self._spare: Tensor | None = None
         """Memory for raw logits: fresh pages for them would cost more than writing them."""
 
-    def __call__(self, logits: Tensor, slots: Ids, ends: Ids, newest: Tensor) -> Sampled:
+    def __call__(self, logits: Tensor, slots: Ids, ends: Ids, newest: Tensor | None) -> Sampled:
         """Sample from logits fp32 [R, V] (overwritten) for sequences of `ends` [R] tokens, of which
-        `newest` int64 [R] are the last ones."""
+        `newest` int64 [R] are the last ones (None: the slots' tables have them)."""
         p = self._params
         raw_rows = np.flatnonzero((p.logprobs[slots] >= 0) & ~p.processed[slots])
         raw = self._kept(logits, raw_rows) if raw_rows.size else None
@@ -110,15 +110,15 @@ class Sampler:
             below = torch.full((), -torch.inf, device=logits.device)
             logits.index_put_(self._places(ending.where(short)), below)
 
-    def _penalise(self, logits: Tensor, slots: Ids, ends: Ids, newest: Tensor) -> None:
+    def _penalise(self, logits: Tensor, slots: Ids, ends: Ids, newest: Tensor | None) -> None:
         p, send = self._params, self._send
         rows = np.flatnonzero(p.penalised[slots])
         where, lengths = slots[rows], ends[rows]
         longest = int(lengths.max())
         self._slots.make_room(longest)
         history = send(self._slots.tokens[where, :longest].astype(np.int64))
-        # the last token may be one that only the device knows
-        history.scatter_(1, send(lengths[:, None] - 1), self._picked(newest, rows)[:, None])
+        if newest is not None:  # the last token may be one that only the device knows
+            history.scatter_(1, send(lengths[:, None] - 1), self._picked(newest, rows)[:, None])
         histories = PenaltyRows(
             history,
             send(p.num_prompt[where]),
