@@ -118,6 +118,11 @@ def http_receiver() -> Iterator[Received]:
 
 @pytest.fixture
 def black_hole() -> Iterator[str]:
-    """A collector that accepts connections and never says a word."""
+    """A collector that accepts connections and never says a word. No thread of an exporter that
+    waits for it outlives the test: what it does later would be another test's."""
+    before = set(threading.enumerate())
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    for thread in set(threading.enumerate()) - before:
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), thread

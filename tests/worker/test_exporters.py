@@ -37,8 +37,10 @@ def test_metrics_are_sent_at_intervals_without_a_shutdown(grpc_receiver: Any) ->
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 def test_a_black_hole_neither_slows_spans_nor_delays_the_shutdown(
-    protocol: str, black_hole: str
+    protocol: str, black_hole: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # eight exports wait for it, one after the other, and the fixture for all of them
+    monkeypatch.setattr("tokenfleet.worker.observing.exporters.EXPORT_TIMEOUT_S", 0.3)
     exporters = Exporters(ExportConfig(otlp_endpoint=black_hole, otlp_protocol=protocol))
     tracer = exporters.tracer_provider.get_tracer("test")
     for _ in range(5 * QUEUE_SPANS):  # were one of them to wait for room, it would wait for ever
