@@ -101,11 +101,6 @@ class Submission:
         script_keys = [names.delay, names.deadline]
         args: list[Any] = [_FIELDS]
         for draft in batch:
-            request = draft.request
-            job = names.job(draft.id)
-            key = request.idempotency_key
-            idem = job if key is None else names.idempotency(request.tenant, key)
-            script_keys += (job, names.queue(request.model, request.priority), idem)
             args += _arguments(draft)
         return await self._connection.run(
             SUBMIT, partition, script_keys, args, patience_s=self._connection.connect_timeout_s
@@ -121,7 +116,7 @@ class Submission:
 
 def _arguments(draft: Draft) -> tuple[Any, ...]:
     request = draft.request
-    keyed = request.idempotency_key is not None
+    key = request.idempotency_key
     return (
         draft.id,
         draft.packed,
@@ -132,8 +127,8 @@ def _arguments(draft: Draft) -> tuple[Any, ...]:
         round(request.delay_s * 1000),
         "" if request.max_failures is None else request.max_failures,
         request.on_disconnect,
-        _digest(request) if keyed else "",
-        int(keyed),
+        "" if key is None else _digest(request),
+        key or "",
         draft.traceparent,
     )
 

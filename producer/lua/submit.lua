@@ -1,11 +1,10 @@
 -- submit: put jobs into their queues, each exactly once however often the call is repeated.
 --
--- KEYS[1..2]   delay, deadline
--- then per job job hash, queue stream, idempotency key (the job hash again when it has none)
+-- KEYS[1..2]   delay, deadline; all others are built from the prefix
 -- ARGV[3]      number of fields per job (12)
 -- then per job id, request, model, priority, tenant, deadline ms after now (0: none),
 --              delay ms, max failures ('' : the worker's), on_disconnect, payload digest,
---              has an idempotency key (1/0), traceparent
+--              idempotency key ('' : none), traceparent
 -- Returns per job {outcome, id}: 0 accepted (or accepted by an earlier call with this id),
 --              1 the same job is there under this idempotency key, 2 another one is; 3: the tenant
 --              has as many jobs waiting as it may, and `id` is how many ms later to try again.
@@ -21,7 +20,7 @@ local function known(idem, digest)
   return { first == digest and 1 or 2, id }
 end
 
-local function accept(a, job, queue, idem)
+local function accept(a, job, idem)
   local id, deadline, delay, tenant = ARGV[a], tonumber(ARGV[a + 5]), tonumber(ARGV[a + 6]), ARGV[a + 4]
   if not has_room(tenant, 'waiting') then
     refused[tenant] = (refused[tenant] or 0) + 1
@@ -37,7 +36,7 @@ local function accept(a, job, queue, idem)
   if ARGV[a + 7] ~= '' then also('max_failures', ARGV[a + 7]) end
   if ARGV[a + 8] ~= 'continue' then also('on_disconnect', ARGV[a + 8]) end
   if ARGV[a + 11] ~= '' then also('traceparent', ARGV[a + 11]) end
-  if ARGV[a + 10] == '1' then
+  if idem then
     also('idem', idem)
     redis.call('SET', idem, id .. ' ' .. ARGV[a + 9])
   end
@@ -45,8 +44,9 @@ local function accept(a, job, queue, idem)
     also('due', now + delay)
     redis.call('ZADD', KEYS[1], now + delay, id)
   elseif limits_of(tenant) then
-    also('stream', hold_back(id, tenant, class_of(queue), now))
+    also('stream', hold_back(id, tenant, ARGV[a + 2] .. ':' .. ARGV[a + 3], now))
   else
+    local queue = P .. ':q:' .. ARGV[a + 2] .. ':' .. ARGV[a + 3]
     also('stream', queue)
     also('entry', redis.call('XADD', queue, '*', 'j', id))
   end
@@ -57,13 +57,11 @@ local function accept(a, job, queue, idem)
   return { 0, id }
 end
 
-local k = 3
 for a = 4, #ARGV, width do
-  local job, queue, idem = KEYS[k], KEYS[k + 1], KEYS[k + 2]
-  local reply = nil
+  local job, idem, reply = job_key(ARGV[a]), nil, nil
+  if ARGV[a + 10] ~= '' then idem = P .. ':idem:' .. ARGV[a + 4] .. ':' .. ARGV[a + 10] end
   if redis.call('EXISTS', job) == 1 then reply = { 0, ARGV[a] } end
-  if not reply and ARGV[a + 10] == '1' then reply = known(idem, ARGV[a + 9]) end
-  replies[#replies + 1] = reply or accept(a, job, queue, idem)
-  k = k + 3
+  if not reply and idem then reply = known(idem, ARGV[a + 9]) end
+  replies[#replies + 1] = reply or accept(a, job, idem)
 end
 return replies
