@@ -29,6 +29,11 @@ class ExpertWeights:
     static activations have one scale for all experts."""
 
     @property
+    def rounding(self) -> Fp8Scales | None:
+        """How inputs are rounded to FP8, for whoever makes them; None: they are not."""
+        return self.fp8 if self.fp8 is not None and self.fp8.activations != "none" else None
+
+    @property
     def num_bytes(self) -> int:
         return self.data.nbytes + (0 if self.fp8 is None else self.fp8.num_bytes)
 

@@ -106,7 +106,9 @@ class GroupedMoeMlp:
         assert isinstance(x, Tensor)
         weights, chosen = route(x, self.router, self.top_k, renormalize=self.renormalize)
         visits = sort_visits(chosen, self.gate_up.data.shape[0])
-        hidden = self.gate(expert_product(x, self.gate_up, visits, entering=True))
+        wide = expert_product(x, self.gate_up, visits, entering=True)
+        into = self.down.rounding
+        hidden = self.gate(wide) if into is None else FP8_GATES[self.gate](wide, into)
         by_visit = expert_product(hidden, self.down, visits, entering=False)
         by_token = by_visit.view(-1, self.top_k, x.shape[1])
         return (by_token * weights[..., None]).sum(dim=1)

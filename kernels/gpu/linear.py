@@ -59,7 +59,7 @@ def _torch_takes(x: Fp8Rows, codes: Tensor, scales: Fp8Scales) -> bool:
     return (
         codes.is_cuda
         and gpu_of(codes.device).native_fp8
-        and scales.columns == K
+        and (scales.rows, scales.columns) == (1, K)
         and x.dtype == torch.bfloat16
         and N % 16 == K % 16 == 0
         and x.codes.shape[0] > 0

@@ -21,10 +21,13 @@ def test_no_launcher_waits_for_the_device(operation):
     assert launches
 
 
-@pytest.mark.parametrize(("arch", "columns", "ours"), [(90, 256, 0), (90, 250, 1), (80, 256, 1)])
-def test_torch_multiplies_where_it_has_the_form(arch, columns, ours):
+@pytest.mark.parametrize(
+    ("arch", "columns", "rows", "ours"),
+    [(90, 256, 1, 0), (100, 256, 1, 0), (90, 250, 1, 1), (80, 256, 1, 1), (90, 128, 128, 1)],
+)
+def test_torch_multiplies_where_it_has_the_form(arch, columns, rows, ours):
     with recording(TARGETS[arch]) as launches, FakeTensorMode():
-        scales = Fp8Scales(torch.ones((64, 1), device="cuda"), 1, columns, "token")
+        scales = Fp8Scales(torch.ones((64 // rows or 1, 1), device="cuda"), rows, columns, "token")
         codes = torch.empty((64, columns), dtype=torch.float8_e4m3fn, device="cuda")
         x = torch.empty((4, columns), dtype=torch.bfloat16, device="cuda")
         out = gpu.fp8_linear(x, codes, scales, torch.empty(64, dtype=x.dtype, device="cuda"))
