@@ -3,19 +3,28 @@
 An error answer has the body that OpenAI's clients read, and headers that say whether to come again:
 `Retry-After` in whole seconds, and `x-should-retry`, which those clients heed.
 
-Invariant: no answer quotes a prompt, and a fault of ours tells nothing but that it is one.
+Invariant: no answer quotes a prompt or names a server of ours, and a fault of ours tells nothing
+but that it is one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from starlette.responses import JSONResponse
 
 from tokenfleet.producer.batch import ErrorAnswer, error_answer
-from tokenfleet.producer.errors import BrokerUnavailable, QueueFull, TokenfleetError
+from tokenfleet.producer.errors import (
+    BrokerUnavailable,
+    BrokerUnsupported,
+    QueueFull,
+    StreamInterrupted,
+    TokenfleetError,
+)
 
+AWAY = "the queue cannot be reached just now; it is the server's fault, try again"
 RETRY_S = 1
 """When to come again after a fault that passes and says no time."""
 
@@ -50,6 +59,9 @@ def answer_of(error: Exception) -> tuple[ErrorAnswer, dict[str, str]]:
     if isinstance(error, GatewayError):
         return error.answer, {"x-should-retry": "false", **error.headers}
     answer = error_answer(error)
+    if isinstance(error, BrokerUnavailable | BrokerUnsupported | StreamInterrupted):
+        # their own sentences are for operators: they name the server
+        answer = replace(answer, message=AWAY)
     retryable = isinstance(error, TokenfleetError) and error.retryable
     headers = {"x-should-retry": "true" if retryable else "false"}
     if isinstance(error, QueueFull):

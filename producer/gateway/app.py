@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokenfleet.producer import tracing
 from tokenfleet.producer.client import AsyncClient
-from tokenfleet.producer.errors import TokenfleetError
+from tokenfleet.producer.errors import BrokerUnavailable, BrokerUnsupported, TokenfleetError
 from tokenfleet.producer.fleet import FleetReader
 from tokenfleet.producer.gateway import batches, completions, health, models, status
 from tokenfleet.producer.gateway.answers import GatewayError, answer_of, error_response, refused
@@ -42,6 +42,8 @@ QUIET = ("/healthz", "/readyz", "/status/fragment", "/status/data")
 """Logged at debug only: they are asked for every few seconds."""
 EXPOSED = ("x-request-id", "retry-after", "x-should-retry")
 CLIENT_CLOSED = 499
+CONNECT_TIMEOUT_S = 4.0
+"""Redis out of reach for longer is a 503: whoever asked can do something else."""
 ENDPOINTS = "/v1/chat/completions, /v1/completions, /v1/models, /v1/files and /v1/batches"
 
 log = logging.getLogger(__name__)
@@ -54,7 +56,10 @@ def create_app(settings: GatewaySettings) -> Starlette:
         SettingsError: the keys_file cannot be used.
     """
     client = AsyncClient(
-        settings.redis_url, namespace=settings.namespace, partitions=settings.partitions
+        settings.redis_url,
+        namespace=settings.namespace,
+        partitions=settings.partitions,
+        connect_timeout_s=CONNECT_TIMEOUT_S,
     )
     keyring = Keyring(settings.keys_file, stranger=settings.stranger)
 
@@ -179,7 +184,10 @@ class RequestLine:
 
 
 async def _as_error(request: Request, error: Exception) -> Response:
-    request.state.notes["error"] = answer_of(error)[0].code
+    answer, _ = answer_of(error)
+    request.state.notes["error"] = answer.code
+    if isinstance(error, BrokerUnavailable | BrokerUnsupported):
+        log.warning("broker_not_usable", extra={"fields": {"error": str(error)}})
     return error_response(error)
 
 

@@ -37,6 +37,6 @@ async def _reasons(gateway: Gateway) -> list[str]:
             await gateway.fleet.now_ms()
     except TimeoutError:
         reasons.append(f"Redis did not answer within {PATIENCE_S:g} s")
-    except TokenfleetError as error:
-        reasons.append(str(error))
+    except TokenfleetError as error:  # its sentence names the server; anybody may ask here
+        reasons.append(f"Redis cannot be used ({type(error).__name__})")
     return reasons

@@ -110,6 +110,11 @@ def test_it_starts_without_redis_and_is_ready_once_it_is_there(
         answer = web.get("/readyz")
         assert answer.status_code == 503
         assert "Redis" in answer.text
+        asked = {"model": "m", "prompt": "ab"}
+        answer = web.post("/v1/completions", json=asked)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["error"]["code"] == "broker_unavailable"
+        assert str(server.port) not in answer.text, "where our servers are is nobody's business"
         while "was not reached" not in web.get("/status").text:
             time.sleep(PAUSE_S)
         with server:
