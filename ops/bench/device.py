@@ -42,9 +42,8 @@ class Part:
 
 
 PARTS = (
-    Part("about", 30),
+    Part("machine", 45),
     Part("equality", 70),
-    Part("ceilings", 20),
     Part("engine-0.6B", 70),
     Part("kernel-tests", 110),
     Part("engine-8B", 90),
@@ -130,7 +129,7 @@ def _command(part: Part, lines: Path, options: argparse.Namespace) -> list[str]:
     return [sys.executable, str(script), part.name, str(lines), *tiny]
 
 
-_KERNEL_PARTS = ("about", "ceilings", "kernels")
+_KERNEL_PARTS = ("machine", "kernels")
 
 
 def _read(lines: Path) -> list[dict[str, Any]]:

@@ -10,6 +10,12 @@ import torch
 from device_common import Findings, copy_ceiling, seconds_of
 
 
+def machine(findings: Findings, device: torch.device) -> None:
+    """Versions and hardware, then the fastest copy and the fastest product of each dtype."""
+    about(findings, device)
+    ceilings(findings, device)
+
+
 def about(findings: Findings, device: torch.device) -> None:
     """Versions and hardware."""
     import transformers
@@ -84,5 +90,5 @@ def kernels(findings: Findings, device: torch.device) -> None:
 if __name__ == "__main__":
     part, lines, *more = sys.argv[1:]
     on_cpu = "--dry-run" in more or not torch.cuda.is_available()
-    run = {"about": about, "ceilings": ceilings, "kernels": kernels}[part]
+    run = {"machine": machine, "kernels": kernels}[part]
     run(Findings(Path(lines)), torch.device("cpu" if on_cpu else "cuda"))
