@@ -42,8 +42,11 @@ class Doorbell:
             self._calls.values(), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
         self._calls = {p: call for p, call in self._calls.items() if call not in done}
-        results = [call.result() for call in done]  # all of them: an error must not go unseen
-        return any(results)
+        errors = [call.exception() for call in done]  # of all: none must go unseen
+        for error in errors:
+            if error is not None:
+                raise error
+        return any(call.result() for call in done)
 
     async def aclose(self) -> None:
         """Stop waiting."""

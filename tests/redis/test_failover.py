@@ -28,6 +28,11 @@ class Pair:
             node.execute_command("REPLICAOF", "127.0.0.1", self.master.port)
             await wait_for(lambda: node.info("replication")["master_link_status"] == "up")
 
+    def heard(self) -> None:
+        """Wait until the replica has what was written so far; a link that is up promises less."""
+        with redis.Redis(port=self.master.port) as node:
+            assert node.execute_command("WAIT", 1, 20_000) == 1
+
     def promote(self) -> None:
         with redis.Redis(port=self.replica.port) as node:
             node.execute_command("REPLICAOF", "NO", "ONE")
@@ -73,6 +78,7 @@ async def test_jobs_go_on_when_sentinels_promote_a_replica(
     await pair.in_step(until)
     site = site_at(await sentinels(pair.master))
     worker, _jobs, following = await running_jobs(site, until)
+    await asyncio.to_thread(pair.heard)
     await asyncio.to_thread(pair.master.kill)
     check(answer, await following)
     with redis.Redis(port=pair.replica.port) as node:
@@ -90,6 +96,7 @@ async def test_jobs_go_on_when_the_name_moves_to_a_promoted_replica(
     proxy = await proxy_to(pair.master.port)
     site = site_at(proxy.url)
     worker, _jobs, following = await running_jobs(site, until)
+    await asyncio.to_thread(pair.heard)
     pair.promote()
     proxy.target = pair.replica.port  # only new connections are led there
     pair.demote()
@@ -107,6 +114,7 @@ async def test_tokens_lost_with_the_old_master_are_made_again_and_seen_once(
     proxy = await proxy_to(pair.master.port)
     site = site_at(proxy.url)
     _worker, jobs, following = await running_jobs(site, until)
+    await asyncio.to_thread(pair.heard)
     pair.cut_off()
     before = [(await job.status()).offset for job in jobs]
     await until(lambda: _grown(jobs, before, 30))
@@ -126,8 +134,7 @@ async def test_a_job_accepted_in_the_lost_window_is_told_as_expired(
     proxy = await proxy_to(pair.master.port)
     site = site_at(proxy.url)
     kept = await site.submit("kept ", 10)
-    with redis.Redis(port=pair.master.port) as node:
-        assert node.execute_command("WAIT", 1, 10_000) == 1
+    await asyncio.to_thread(pair.heard)
     pair.cut_off()
     lost = await site.submit("lost ", 10)
     pair.promote()
