@@ -56,11 +56,31 @@ CHUNK_TILES = {
     (100, 256): Tiles(64, 32, 8, 2),
 }
 MASKED_CHUNK_TILES = {
-    # heads of 65 to 127: the masks of what is padded to 128 take registers too
+    # heads that are padded to 128: the masks take registers too
     80: Tiles(128, 32, 8, 2),
     90: Tiles(128, 64, 8, 3),
     100: Tiles(128, 64, 8, 3),
 }
+FP8_CHUNK_TILES = {
+    # where converting keys and values takes too many registers for the tiles above
+    (80, 128): Tiles(64, 32, 8, 2),
+    (80, 256): Tiles(32, 32, 8, 2),
+    (90, 128): Tiles(128, 64, 8, 3),
+    (100, 128): Tiles(128, 64, 8, 3),
+}
+SMALL_CHUNK_TILES = {
+    # for chunks of at most SMALL_CHUNK_ROWS rows, all heads of a KV head together
+    (80, 64): Tiles(64, 32, 8, 2),
+    (80, 128): Tiles(64, 32, 8, 2),
+    (80, 256): Tiles(32, 32, 8, 2),
+    (90, 64): Tiles(64, 64, 4, 2),
+    (90, 128): Tiles(64, 64, 4, 2),
+    (90, 256): Tiles(64, 32, 4, 2),
+    (100, 64): Tiles(64, 64, 4, 2),
+    (100, 128): Tiles(64, 64, 4, 2),
+    (100, 256): Tiles(64, 32, 8, 2),
+}
+SMALL_CHUNK_ROWS = 64
 DECODE_TILES = {
     # bytes in flight decide: a tile of keys and one of values in every stage
     (80, 64): Tiles(16, 128, 4, 3),
@@ -73,8 +93,6 @@ DECODE_TILES = {
     (100, 128): Tiles(16, 64, 4, 4),
     (100, 256): Tiles(16, 32, 4, 4),
 }
-SMALL_CHUNK_ROWS = 64
-"""A chunk of at most so many rows, all heads of a KV head together, takes a tile of this height."""
 
 
 def paged_attention(
@@ -93,7 +111,7 @@ def paged_attention(
     if q.stride(2) != 1:
         q = q.contiguous()
     gpu, group = gpu_of(q.device), Hq // Hkv
-    tiles = pick_tiles(gpu, q.dtype, D, group, batch.max_query_len)
+    tiles = pick_tiles(gpu, q.dtype, pool.k.dtype, D, group, batch.max_query_len)
     tokens = max(1, tiles.m // group)
     one_token = batch.max_query_len <= 1 and batch.num_sequences == T
     rows = T if one_token else T // tokens + batch.num_sequences + 1
@@ -131,21 +149,26 @@ def _parts(q: Tensor, splits: int) -> tuple[Tensor, Tensor]:
     return parts, torch.empty((T, Hq, splits), dtype=torch.float32, device=q.device)
 
 
-def pick_tiles(gpu: Gpu, dtype: torch.dtype, dim: int, group: int, max_query_len: int) -> Tiles:
+def pick_tiles(
+    gpu: Gpu, dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, group: int, max_query_len: int
+) -> Tiles:
     """The launch of one step. A tile has room for at least one token's heads."""
     least = max(16, triton.next_power_of_2(group))
     padded = min(256, max(64, triton.next_power_of_2(dim)))
     if dtype == torch.float32:  # not for speed: products of three tf32 parts
         return Tiles(least, 32, 4, 1)
-    rows = max_query_len * group
-    decode, chunk = DECODE_TILES[gpu.arch, padded], CHUNK_TILES[gpu.arch, padded]
-    if 64 < dim < 128:
-        chunk = MASKED_CHUNK_TILES[gpu.arch]
+    rows, key = max_query_len * group, (gpu.arch, padded)
     if rows <= least:
-        return Tiles(least, decode.n, decode.num_warps, decode.num_stages)
-    if rows <= SMALL_CHUNK_ROWS and least <= SMALL_CHUNK_ROWS:
-        return Tiles(SMALL_CHUNK_ROWS, decode.n, 4, 2)
-    return Tiles(max(chunk.m, least), chunk.n, chunk.num_warps, chunk.num_stages)
+        tiles = DECODE_TILES[key]
+    elif rows <= SMALL_CHUNK_ROWS:
+        tiles = SMALL_CHUNK_TILES[key]
+    elif kv_dtype.itemsize == 1 and key in FP8_CHUNK_TILES:
+        tiles = FP8_CHUNK_TILES[key]
+    elif 64 < dim < 128:
+        tiles = MASKED_CHUNK_TILES[gpu.arch]
+    else:
+        tiles = CHUNK_TILES[key]
+    return Tiles(max(tiles.m, least), tiles.n, tiles.num_warps, tiles.num_stages)
 
 
 def pick_splits(gpu: Gpu, programs: int, max_kv_len: int, window: int | None) -> int:
@@ -227,6 +250,7 @@ def examples(device: torch.device) -> Iterator[Example]:
             cases.append(_Case(name, *shape, common=False))
             if dim in (64, 128):
                 cases.append(_Case(f"{name} limits", *shape, limits=True, common=False))
+            if dim in (64, 128, 256):
                 cases.append(_Case(f"{name} fp8 KV", *shape, kv_dtype=fp8, common=False))
     for dtype in (fp16, torch.float32):
         name = f"prompt 2048 64/8x128 {dtype}"

@@ -255,6 +255,7 @@ def test_a_tile_holds_the_heads_of_at_least_one_token():
     for group in range(1, 65):
         for length in (1, 2, 7, 300):
             for dim in (64, 80, 256):
-                tiles = gpu.pick_tiles(TARGETS[90], torch.bfloat16, dim, group, length)
+                dtypes = torch.bfloat16, torch.bfloat16
+                tiles = gpu.pick_tiles(TARGETS[90], *dtypes, dim, group, length)
                 assert tiles.m >= group
                 assert tiles.m & (tiles.m - 1) == 0
