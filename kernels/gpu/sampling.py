@@ -31,7 +31,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     keys = rows.keys.contiguous()
-    cuts = _find_cuts(logits, rows) if rows.filtered else None
+    cuts = _find_cuts(logits, rows) if rows.filtered and V > 1 else None
     # programs enough for the GPU, each with a piece of whole tiles
     wanted = max(1, 2 * gpu_of(logits.device).num_sms // max(R, 1))
     piece = triton.cdiv(triton.cdiv(V, min(wanted, 64)), DRAW_TILE) * DRAW_TILE
