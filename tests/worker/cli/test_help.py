@@ -47,6 +47,12 @@ def test_every_command_is_there() -> None:
     assert wanted <= set(LEAVES)
 
 
+def test_the_first_help_lists_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    listed = CliRunner().invoke(build([]), ["--help"]).output
+    assert {path for path in ALL if " " not in path and f" {path} " not in listed} == set()
+
+
 @pytest.mark.parametrize("path", sorted(ALL))
 def test_every_help_ends_with_an_example(path: str) -> None:
     words = path.split()

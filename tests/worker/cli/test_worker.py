@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from tokenfleet.worker.commands.cli import EXAMPLES, build
 from tokenfleet.worker.commands.worker import HIDDEN, setting_texts
 from tokenfleet.worker.settings import WorkerSettings
 
@@ -110,15 +108,3 @@ def test_loading_the_command_line_loads_nothing_heavy() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert found.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize("path", EXAMPLES)
-def test_every_command_has_a_help_with_its_example(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    done = CliRunner().invoke(build(path.split()), [*path.split(), "--help"])
-    assert done.exit_code == 0
-    assert f"Example:  {EXAMPLES[path]}" in done.output
-    listed = CliRunner().invoke(build([]), ["--help"]).output
-    assert f" {path.split()[0]} " in listed
