@@ -144,3 +144,15 @@ async def test_an_operator_may_set_the_rules_of_its_namespace(lab):
     await rules.resume("m")
     assert len(await (await lab.queue()).claim(9)) == 2
     await connection.aclose()
+
+
+async def test_jobs_that_were_there_before_the_limits_keep_their_order(lab):
+    queue, client = await lab.queue(), lab.client(tenant="a")
+    jobs = await client.submit_many([{"model": "m", "prompt": "x"}] * 40)
+    await limit(lab, "a", running=2)
+    claimed = []
+    while found := await queue.claim(9):
+        claimed += [job.id for job in found]
+        for job in found:
+            await queue.finish(job, [], RESULT)
+    assert claimed == [job.id for job in jobs]

@@ -56,6 +56,10 @@ local function take(stream, entry, id)
   end
   if not has_room(job.tenant, 'running') then -- it was queued before its tenant had limits
     unqueue(stream, entry)
+    if string.sub(stream, -6) ~= ':front' then -- it stands where its entry stood
+      local ms, number = string.match(entry, '(%d+)-(%d+)')
+      job.submitted = tonumber(ms) + math.min(tonumber(number), 1023) / 1024
+    end
     place(id, job, true, now)
     return false
   end
