@@ -146,7 +146,7 @@ async def test_an_interrupt_leaves_a_batch_that_resume_takes_up(
 ) -> None:
     path = requests(3)
     files = BatchFiles.beside(path)
-    process = await batch.start("run", path)
+    process = await batch.start("run", path, preexec_fn=hear_interrupts)
     await valkey_lab.until(lambda: has_entries(valkey_lab, 3))
     process.send_signal(signal.SIGINT)
     _, err = await process.communicate()
@@ -177,6 +177,11 @@ async def test_a_full_disk_ends_the_run_and_resume_goes_on_when_there_is_room(
     assert (resumed.code, resumed.json["completed"], len(worker.seen)) == (0, 300, 300)
     names = [line["custom_id"] for line in tools.read_json_lines(files.output)]
     assert len(names) == len(set(names)) == 300
+
+
+def hear_interrupts() -> None:
+    """Whoever runs the tests in the background has them, and all they start, ignore interrupts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 async def has_entries(lab: Any, count: int) -> bool:
