@@ -19,9 +19,9 @@ from tokenfleet.worker.settings import (
 PUBLIC = {
     "redis_url", "namespace", "model", "model_name", "max_num_seqs", "max_num_batched_tokens",
     "max_model_len", "block_size", "num_blocks", "prefix_cache", "gpu_memory_fraction",
-    "enforce_eager", "dtype", "device", "quantization", "kv_cache_dtype", "lease_s", "grace_s", "flush_interval_ms",
-    "prefetch", "max_failures", "result_ttl_s", "log_ttl_s", "health_host", "health_port",
-    "otlp_endpoint", "otlp_protocol", "log_level",
+    "enforce_eager", "dtype", "device", "quantization", "kv_cache_dtype", "lease_s", "grace_s",
+    "flush_interval_ms", "prefetch", "max_failures", "result_ttl_s", "log_ttl_s", "health_host",
+    "health_port", "otlp_endpoint", "otlp_protocol", "log_level",
 }  # fmt: skip
 
 
