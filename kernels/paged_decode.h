@@ -1,12 +1,10 @@
 // Decode items of paged attention: one query token, a split of its KV, all query heads of a group.
 #pragma once
 
+#include "paged_decode_pairs.h"
 #include "paged_problem.h"
 
 namespace tf {
-
-// A split's result for one head: the header (highest score, sum of weights), then dim sums.
-INLINE int64_t partial_size(const Problem& p) { return p.dim + LANES; }
 
 // scores[h][j] = q[h] . k[rows[j]], four tokens at a time.
 template <int HEADS, typename KV>
@@ -64,19 +62,32 @@ void decode_heads(const Problem& p, const Item& item, int64_t first_head, const 
     for (; i < p.dim; i += LANES) decode_values<HEADS, 1>(v + i, rows, count, scores, partial + LANES + i, stride);
 }
 
+// Calls some(HEADS, head, to) for the heads of an item's group, up to four at a time.
+template <typename F> INLINE void by_heads(const Problem& p, const Item& item, float* partial, F some) {
+    for (int64_t g = 0; g < p.group();) {
+        int64_t head = item.head * p.group() + g, left = p.group() - g;
+        float* to = partial + g * partial_size(p);
+        if (left >= 4) some.template operator()<4>(head, to), g += 4;
+        else if (left == 3) some.template operator()<3>(head, to), g += 3;
+        else if (left == 2) some.template operator()<2>(head, to), g += 2;
+        else some.template operator()<1>(head, to), g += 1;
+    }
+}
+
 inline void decode_item(const Problem& p, const Item& item, float* partials) {
     int64_t rows[SPLIT];
     p.find_rows(item.sequence, item.head, item.begin, item.end, rows);
     float* partial = partials + item.partial * p.group() * partial_size(p);
+    if (decodes_in_pairs(p)) {
+        by_heads(p, item, partial, [&]<int HEADS>(int64_t head, float* to) {
+            pair_heads<HEADS>(p, item, head, rows, to);
+        });
+        return;
+    }
     with_dtype(p.kv_dtype, [&]<typename KV>(KV*) {
-        for (int64_t g = 0; g < p.group();) {
-            int64_t head = item.head * p.group() + g, left = p.group() - g;
-            float* to = partial + g * partial_size(p);
-            if (left >= 4) decode_heads<4, KV>(p, item, head, rows, to), g += 4;
-            else if (left == 3) decode_heads<3, KV>(p, item, head, rows, to), g += 3;
-            else if (left == 2) decode_heads<2, KV>(p, item, head, rows, to), g += 2;
-            else decode_heads<1, KV>(p, item, head, rows, to), g += 1;
-        }
+        by_heads(p, item, partial, [&]<int HEADS>(int64_t head, float* to) {
+            decode_heads<HEADS, KV>(p, item, head, rows, to);
+        });
     });
 }
 

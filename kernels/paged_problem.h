@@ -64,6 +64,9 @@ struct Item {
     int64_t partial;     // decode: index of this split's partial result; -1 for a chunk
 };
 
+// A split's result for one head: the header (highest score, sum of weights), then dim sums.
+INLINE int64_t partial_size(const Problem& p) { return p.dim + LANES; }
+
 // A thread's scratch memory: grows, never shrinks.
 INLINE float* scratch(int64_t floats) {
     static thread_local std::vector<float> memory;
