@@ -131,7 +131,7 @@ def _parsed_only(command: object) -> object:
 
 
 def test_every_path_in_the_data_path_exists() -> None:
-    named = re.findall(r"\b((?:producer|worker|engine|kernels|tests|ops)/[\w./]*)", README)
+    named = re.findall(r"\b((?:producer|worker|engine|kernels|tests|ops)/[\w./-]*)", README)
     assert len(named) > 12
     missing = [path for path in named if not (ROOT / path.rstrip(".")).exists()]
     assert missing == []
