@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,50 @@ async def bare_lab() -> AsyncIterator[Lab]:
 def make_lab(valkey: EmbeddedServer) -> Callable[[], Lab]:
     """For tests that run their own event loop and make many namespaces."""
     return lambda: Lab(valkey)
+
+
+@pytest.fixture
+def until() -> Callable[..., Any]:
+    """until(check): wait until check(), or what it awaits, is true; the time limit ends a test."""
+
+    async def wait(check: Callable[[], Any]) -> Any:
+        while True:
+            found = check()
+            if asyncio.iscoroutine(found):
+                found = await found
+            if found:
+                return found
+            await asyncio.sleep(0.005)
+
+    return wait
+
+
+@pytest.fixture(scope="session")
+def make_byte_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """make_byte_model(specials=("</s>",), end=None, template=None) -> a directory without weights.
+
+    Id b is byte b, the special tokens follow; `end` is the EOS id, `template` that of chats.
+    """
+
+    def make(
+        specials: Sequence[str] = ("</s>",), end: int | None = None, template: str | None = None
+    ) -> Path:
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+        path = tmp_path_factory.mktemp("bytes")
+        printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+        others = iter(range(256, 512))
+        letters = [chr(b if b in printable else next(others)) for b in range(256)]
+        vocab = {letter: number for number, letter in enumerate([*letters, *specials])}
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([AddedToken(name, special=True) for name in specials])
+        tokenizer.save(str(path / "tokenizer.json"))
+        if end is not None:
+            (path / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+        if template is not None:
+            (path / "chat_template.jinja").write_text(template)
+        return path
+
+    return make

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -112,22 +112,10 @@ def working() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def byte_tokenizer(make_byte_model: Callable[..., Path]) -> Path:
     """A model directory without a model: every byte is a token, and a chat is what was said."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    path = tmp_path_factory.mktemp("bytes")
-    vocab = {letter: n for n, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab={**vocab, "</s>": 256}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 256}))
-    (path / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    )
-    return path
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return make_byte_model(end=256, template=template)
 
 
 @pytest.fixture(scope="session")
@@ -169,17 +157,3 @@ def outcome() -> Callable[..., Mapping[str, Any]]:
         return found
 
     return read
-
-
-Until = Callable[[Callable[[], Any]], Awaitable[None]]
-
-
-@pytest.fixture
-def until() -> Until:
-    """until(check): wait until check() is true; the test's own time limit ends a wait in vain."""
-
-    async def wait(check: Callable[[], Any]) -> None:
-        while not check():  # noqa: ASYNC110  # files and processes have no event to wait for
-            await asyncio.sleep(0.005)
-
-    return wait

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import shutil
 import subprocess
 import time
@@ -274,39 +273,10 @@ def answer() -> Callable[[str, int], str]:
     return repeated
 
 
-@pytest.fixture
-def until() -> Callable[..., Any]:
-    """until(check): wait until check(), or what it awaits, is true; the time limit ends a test."""
-
-    async def wait(check: Callable[[], Any]) -> Any:
-        while True:
-            found = check()
-            if asyncio.iscoroutine(found):
-                found = await found
-            if found:
-                return found
-            await asyncio.sleep(0.005)
-
-    return wait
-
-
 @pytest.fixture(scope="session")
-def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def byte_model(make_byte_model: Callable[..., Path]) -> Path:
     """A directory with a tokenizer of bytes: id b is byte b."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    path = tmp_path_factory.mktemp("bytes")
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    letters = [chr(b if b in printable else next(others)) for b in range(256)]
-    vocab = {letter: byte for byte, letter in enumerate(letters)} | {"</s>": 256}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 256}))
-    return path
+    return make_byte_model(end=256)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ engine process and for nothing else: it records what it is given and speaks when
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -226,45 +225,14 @@ class Fleet:
         return bool(self.engines) and all(id in self.engine.requests for id in job_ids)
 
 
-@pytest.fixture
-def until() -> Callable[..., Any]:
-    """until(check): wait until check(), or what it awaits, is true; the time limit ends a test."""
-
-    async def wait(check: Callable[[], Any]) -> Any:
-        while True:
-            found = check()
-            if asyncio.iscoroutine(found):
-                found = await found
-            if found:
-                return found
-            await asyncio.sleep(0.002)
-
-    return wait
-
-
 @pytest.fixture(scope="session")
-def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def byte_model(make_byte_model: Callable[..., Path]) -> Path:
     """A directory with a tokenizer of bytes: id b is byte b; 256 <s>, 257 </s>, 258 <pad>."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    path = tmp_path_factory.mktemp("bytes")
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    letters = [chr(b if b in printable else next(others)) for b in range(256)]
-    specials = ["<s>", "</s>", "<pad>"]
-    vocab = {letter: byte for byte, letter in enumerate(letters)}
-    vocab |= {name: 256 + index for index, name in enumerate(specials)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in specials])
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": END}))
-    (path / "chat_template.jinja").write_text(
+    template = (
         "{% for m in messages %}{% if m['role'] == 'cursed' %}{{ raise_exception('no') }}"
         "{% endif %}{{ m['role'] + ':' + m['content'] }}{% endfor %}"
     )
-    return path
+    return make_byte_model(("<s>", "</s>", "<pad>"), END, template)
 
 
 @pytest.fixture(scope="session")
