@@ -103,18 +103,16 @@ def batch_run(
     )
     batch = _prepared(files, rules, settings, output)
 
-    async def work(client: AsyncClient) -> int:
-        return await batch_base.run_batch(
-            batch,
-            client,
-            output,
-            in_flight=in_flight,
-            patience_s=patience_s,
-            timeout_s=timeout_s,
-            plain=plain,
-        )
-
-    base.run(batch_base.with_client(work, redis_url, namespace), output)
+    batch_base.run_to_end(
+        batch,
+        output,
+        redis_url,
+        namespace,
+        in_flight=in_flight,
+        patience_s=patience_s,
+        timeout_s=timeout_s,
+        plain=plain,
+    )
 
 
 def batch_submit(

@@ -67,6 +67,33 @@ def _go_on(batch: Batch) -> str:
     return f"not at its end; go on with: tokenfleet batch resume {batch.files.output}"
 
 
+def run_to_end(
+    batch: Batch,
+    output: Output,
+    redis_url: str,
+    namespace: str,
+    *,
+    in_flight: int,
+    patience_s: float,
+    timeout_s: float | None,
+    plain: bool,
+) -> None:
+    """Connect and run a batch, as the whole of a command."""
+
+    async def work(client: AsyncClient) -> int:
+        return await run_batch(
+            batch,
+            client,
+            output,
+            in_flight=in_flight,
+            patience_s=patience_s,
+            timeout_s=timeout_s,
+            plain=plain,
+        )
+
+    base.run(with_client(work, redis_url, namespace), output)
+
+
 async def with_client(
     work: Callable[[AsyncClient], Awaitable[int]], redis_url: str, namespace: str
 ) -> int:

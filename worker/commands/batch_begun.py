@@ -71,18 +71,16 @@ def batch_resume(
     begun = batch_base.opened(batch, output)
     batch_base.checked(begun.check_input, output)
 
-    async def work(client: AsyncClient) -> int:
-        return await batch_base.run_batch(
-            begun,
-            client,
-            output,
-            in_flight=in_flight,
-            patience_s=patience_s,
-            timeout_s=timeout_s,
-            plain=plain,
-        )
-
-    base.run(batch_base.with_client(work, redis_url, namespace), output)
+    batch_base.run_to_end(
+        begun,
+        output,
+        redis_url,
+        namespace,
+        in_flight=in_flight,
+        patience_s=patience_s,
+        timeout_s=timeout_s,
+        plain=plain,
+    )
 
 
 def batch_results(
