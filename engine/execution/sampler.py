@@ -66,6 +66,10 @@ class Sampler:
         raw = self._kept(logits, raw_rows) if raw_rows.size else None
         if self._unknown is not None:
             logits.index_fill_(1, self._unknown, -torch.inf)
+        if self._plain(slots):
+            best, tokens = greedy(logits)  # one pass tells both
+            reports = self._reports(logits, tokens, slots, ends, raw_rows, raw)
+            return Sampled(tokens, ~torch.isfinite(best), reports)
         poisoned = ~torch.isfinite(logits.amax(-1))
         self._adjust(logits, slots, ends)
         if p.penalised[slots].any():
@@ -73,6 +77,12 @@ class Sampler:
         self._constrain(logits, slots)
         tokens = self._choose(logits, slots, ends)
         return Sampled(tokens, poisoned, self._reports(logits, tokens, slots, ends, raw_rows, raw))
+
+    def _plain(self, slots: Ids) -> bool:
+        """Whether all rows take the best token of what the model said."""
+        p = self._params
+        changed = p.adjusted[slots] | p.penalised[slots] | p.constrained[slots]
+        return bool((p.greedy[slots] & ~changed).all())
 
     def _choose(self, logits: Tensor, slots: Ids, ends: Ids) -> Tensor:
         """The best token of greedy rows, a drawn one of the others."""
