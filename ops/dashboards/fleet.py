@@ -254,13 +254,16 @@ FLEET = Dashboard(
                 ),
                 Panel(
                     "Workers and Redis",
-                    "How many there are, and how many of them are not ready or do not reach Redis.",
+                    "How many there are, how many of them are not ready or do not reach Redis, and how many "
+                    "queues are paused.",
                     "none",
                     {
                         "there": f"count(tokenfleet_worker_info{{{M}}})",
                         "not ready": f"count(tokenfleet_ready{{{M}}}) - sum(tokenfleet_ready{{{M}}})",
                         "without Redis": f"count(tokenfleet_broker_reachable{{{M}}})"
                         f" - sum(tokenfleet_broker_reachable{{{M}}})",
+                        "queues paused": "sum(max by (model, priority) "
+                        f"(tokenfleet_queue_paused{{{M}}}))",
                     },
                 ),
                 Panel(

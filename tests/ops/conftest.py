@@ -54,7 +54,7 @@ def shown() -> dict[str, set[str]]:
     made.step(StepStats(step=1, step_s_total=1.0, forward_s_total=0.5))
     made.flushed(0.1)
     made.engine_restarted()
-    made.queue_seen({"default": 1}, 1)
+    made.queue_seen({"default": 1}, ["default"], 1)
     made.watch(ready=lambda: True, broker=lambda: True)
     _, page = Scrape(reader, "m", vllm_names=False).render("application/openmetrics-text")
     found: dict[str, set[str]] = {}

@@ -15,6 +15,8 @@ import pytest
 
 NAMES = ("fleet", "worker")
 ADDED_BY_PROMETHEUS = {"instance", "job", "le"}
+SHARED = ("tokenfleet_queue_jobs", "tokenfleet_queue_paused", "tokenfleet_dead_letters")
+"""Read from Redis by every worker alike."""
 NOT_DRAWN = {
     "tokenfleet_token_budget_usage_ratio": "one step's share, for a look at /metrics; drawn "
     "is the share of all steps between two scrapes",
@@ -128,6 +130,6 @@ def test_every_metric_is_drawn_or_alerted_on_or_left_out_for_a_reason(
 def test_what_every_worker_reads_from_redis_is_never_added_up(root: Path) -> None:
     for name in NAMES:
         for query in queries(json.loads((root / "ops/dashboards" / f"{name}.json").read_text())):
-            for shared in ("tokenfleet_queue_jobs", "tokenfleet_dead_letters"):
+            for shared in SHARED:
                 if shared in query:
                     assert re.search(rf"max(?: by \([^)]*\))? \({shared}|max\({shared}", query)

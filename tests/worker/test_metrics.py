@@ -25,6 +25,7 @@ from tokenfleet.worker.observing.metrics import About, Instruments
 from tokenfleet.worker.observing.prometheus import Scrape
 from tokenfleet.worker.observing.queue_watch import QueueWatch
 from tokenfleet.worker.observing.telemetry import Telemetry
+from tokenfleet.worker.rules import Rules
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.8,text/plain;version=0.0.4;q=0.5"
 """What a Prometheus server asks for."""
@@ -162,9 +163,9 @@ class Watched:
         self.telemetry = Telemetry(self.exporters, worker_id="w1", model="m", token_budget=1)
         self.watch = QueueWatch(queue, lab.connection, Broker(), self.telemetry)
 
-    def shown(self) -> dict[str, float]:
+    def shown(self, *names: str) -> dict[str, float]:
+        names = names or ("tokenfleet_queue_jobs", "tokenfleet_dead_letters")
         text = self.telemetry.render_metrics()[1].decode()
-        names = ("tokenfleet_queue_jobs", "tokenfleet_dead_letters")
         return {
             sample.labels.get("priority", "dead"): sample.value
             for family in text_string_to_metric_families(text)
@@ -186,6 +187,21 @@ async def test_waiting_jobs_are_shown_by_priority_and_running_ones_are_not(
     assert len(await queue.claim(1)) == 1
     await watched.watch.look()
     assert watched.shown()["interactive"] == 0
+    watched.telemetry.shutdown(1.0)
+
+
+async def test_a_paused_queue_is_shown_as_one_until_it_is_resumed(valkey_lab: Any) -> None:
+    queue = await valkey_lab.queue()
+    rules = Rules(valkey_lab.connection)
+    await rules.pause("m", ["batch"])
+    await rules.pause("another", ["default"])
+    watched = Watched(valkey_lab, queue)
+    await watched.watch.look()
+    name = "tokenfleet_queue_paused"
+    assert watched.shown(name) == {"interactive": 0, "default": 0, "batch": 1}
+    await rules.resume("m")
+    await watched.watch.look()
+    assert watched.shown(name) == {"interactive": 0, "default": 0, "batch": 0}
     watched.telemetry.shutdown(1.0)
 
 

@@ -47,6 +47,7 @@ class Instruments:
         self._jobs_running = 0
         self._totals: dict[str, float] = {}
         self._queued: Mapping[str, int] = {}
+        self._paused: frozenset[str] = frozenset()
         self._dead: int | None = None
         self._ready: Callable[[], bool] | None = None
         self._broker: Callable[[], bool] | None = None
@@ -119,6 +120,11 @@ class Instruments:
             semconv.QUEUE_JOBS,
             self._read_queue,
             "Jobs of the model that wait in Redis, by priority; every worker says the same.",
+        )
+        gauge(
+            semconv.QUEUE_PAUSED,
+            self._read_paused,
+            "1 while nobody claims from this queue; every worker says the same.",
         )
         gauge(
             semconv.DEAD_LETTERS,
@@ -205,8 +211,11 @@ class Instruments:
     def reclaimed(self, jobs: int) -> None:
         self._reclaimed.add(jobs, self._labels)
 
-    def queue_seen(self, waiting: Mapping[str, int], dead_letters: int) -> None:
-        self._queued, self._dead = dict(waiting), dead_letters
+    def queue_seen(
+        self, waiting: Mapping[str, int], paused: Iterable[str], dead_letters: int
+    ) -> None:
+        """The model's queues by priority, which of them are paused, and dead letters."""
+        self._queued, self._paused, self._dead = dict(waiting), frozenset(paused), dead_letters
 
     def queue_unseen(self) -> None:
         self._queued, self._dead = {}, None
@@ -238,6 +247,12 @@ class Instruments:
         return [
             Observation(count, {**self._labels, semconv.PRIORITY: priority})
             for priority, count in self._queued.items()
+        ]
+
+    def _read_paused(self, _: CallbackOptions) -> Iterable[Observation]:
+        return [
+            Observation(int(priority in self._paused), {**self._labels, semconv.PRIORITY: priority})
+            for priority in self._queued
         ]
 
     def _read_dead(self, _: CallbackOptions) -> Iterable[Observation]:

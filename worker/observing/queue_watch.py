@@ -13,12 +13,13 @@ from tokenfleet.producer.connection import Connection
 from tokenfleet.worker.broker import BROKER_ERRORS, Broker
 from tokenfleet.worker.observing.telemetry import Telemetry
 from tokenfleet.worker.queue import JobQueue
+from tokenfleet.worker.rules import Rules
 
 INTERVAL_S = 10.0
 
 
 class QueueWatch:
-    """Tells telemetry how many jobs wait and how many dead letters there are."""
+    """Tells telemetry how many jobs wait, what is paused, and how many dead letters there are."""
 
     def __init__(
         self,
@@ -31,6 +32,7 @@ class QueueWatch:
     ) -> None:
         self._queue = queue
         self._connection = connection
+        self._rules = Rules(connection)
         self._broker = broker
         self._telemetry = telemetry
         self._interval_s = interval_s
@@ -44,13 +46,19 @@ class QueueWatch:
     async def look(self) -> None:
         """Look once."""
         try:
-            waiting, dead = await self._queue.backlog(), await self._dead_letters()
+            waiting = await self._queue.backlog()
+            paused, dead = await self._paused(), await self._dead_letters()
         except BROKER_ERRORS as error:
             self._telemetry.queue_unseen()
             self._broker.away("queue watch", error)
             return
         self._broker.reached()
-        self._telemetry.queue_seen(waiting, dead)
+        self._telemetry.queue_seen(waiting, paused, dead)
+
+    async def _paused(self) -> list[str]:
+        """Classes of the model that nobody claims from."""
+        model = self._queue.model_name
+        return [priority for name, priority in await self._rules.paused() if name == model]
 
     async def _dead_letters(self) -> int:
         keys = (self._connection.keys(p).dead for p in range(self._connection.partitions))

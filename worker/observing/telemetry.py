@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -250,9 +250,12 @@ class Telemetry:
         """Whom to ask, at every scrape, whether the worker is ready and Redis reachable."""
         self._instruments.watch(ready=ready, broker=broker)
 
-    def queue_seen(self, waiting: Mapping[str, int], dead_letters: int) -> None:
-        """What lies in Redis: waiting jobs of our model by priority, dead letters of all."""
-        self._instruments.queue_seen(waiting, dead_letters)
+    def queue_seen(
+        self, waiting: Mapping[str, int], paused: Iterable[str], dead_letters: int
+    ) -> None:
+        """What lies in Redis: waiting jobs of our model by priority, which of these queues are
+        paused, dead letters of all models."""
+        self._instruments.queue_seen(waiting, paused, dead_letters)
 
     def queue_unseen(self) -> None:
         """Redis did not say: better no figure than an old one."""
