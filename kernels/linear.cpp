@@ -1,95 +1,12 @@
 // Linear layers over packed weights: int8 with per-token activations, and bf16; see linear.py.
 //
-// Threads share the columns, so every weight is read once from memory, whatever the number of rows.
+// Threads share the columns, so every weight is read once from memory up to 32 rows; more rows: linear_rows.h.
 // The sums of a row are added up in one order, whatever else is in the batch.
-#include "tiles.h"
-
-#include <vector>
+#include "linear_rows.h"
 
 using namespace tf;
 
 namespace {
-
-// Each field is 8 bytes wide, in the order in which linear.py packs them.
-struct LinearArguments {
-    const uint8_t* weight;
-    const float* scale;
-    const int32_t* offset;
-    const void* bias;
-    int64_t in, columns;
-    const void* x;
-    void* out;
-    int64_t x_stride, rows, dtype, path;
-};
-
-struct Layer {
-    const void* x;
-    const uint8_t* weight;        // packed: [columns / 16][depth blocks][16][64 bytes]
-    const float* scale;           // int8, per column
-    const int32_t* offset;        // int8, per column: 128 x the sum of its weights
-    const void* bias;             // of x's dtype, or null
-    void* out;
-    int64_t x_stride, rows, in, columns, depth_blocks, dtype, path;
-
-    Layer(const LinearArguments& a, int64_t element_bytes)
-        : x(a.x), weight(a.weight), scale(a.scale), offset(a.offset), bias(a.bias), out(a.out), x_stride(a.x_stride),
-          rows(a.rows), in(a.in), columns(a.columns),
-          depth_blocks((a.in * element_bytes + DEPTH_BYTES - 1) / DEPTH_BYTES), dtype(a.dtype), path(a.path) {}
-};
-
-// ---- activations to int8 ---------------------------------------------------------------------
-
-struct Quantized {
-    int8_t* values;  // [rows][depth_blocks * 64], zero beyond the layer's width
-    float* scales;   // [rows]
-    int64_t stride;
-};
-
-// One buffer, owned by the calling thread, which all threads of its team read and write.
-Quantized quantized_memory(const Layer& layer) {
-    static thread_local std::vector<int8_t> memory;
-    const int64_t stride = layer.depth_blocks * DEPTH_BYTES, needed = layer.rows * (stride + 4) + 128;
-    if ((int64_t)memory.size() < needed) memory.resize(needed);
-    int8_t* values = (int8_t*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
-    return {values, (float*)(values + layer.rows * stride), stride};
-}
-
-INLINE f32x16 magnitude(f32x16 v) { return v < 0.0f ? -v : v; }
-
-// Symmetric: q = round(x / scale), scale = max |x| / 127. A NaN or infinity makes the scale NaN.
-template <typename T> void quantize_row(const T* x, int64_t width, int8_t* to, int64_t stride, float* scale) {
-    f32x16 top = {}, check = {};
-    for (int64_t i = 0; i < width; i += LANES) {
-        f32x16 v = load_n(x + i, width - i);
-        top = max(top, magnitude(v));
-        check += v * 0.0f;
-    }
-    const float highest = max(top), inverse = highest > 0.0f ? 127.0f / highest : 0.0f;
-    *scale = highest / 127.0f + sum(check);
-    for (int64_t i = 0; i < stride; i += LANES) {
-        f32x16 v = i < width ? load_n(x + i, width - i) : f32x16{};
-        i32x16 rounded = round_to_int(v * inverse);
-        typedef int8_t i8x16 __attribute__((vector_size(16)));
-        i8x16 narrow = __builtin_convertvector(rounded, i8x16);
-        memcpy(to + i, &narrow, stride - i < 16 ? stride - i : 16);
-    }
-}
-
-// ---- results ---------------------------------------------------------------------------------
-
-// One row of up to 16 columns of sums -> out, with scales and bias.
-template <typename T> INLINE void finish_int8(const Layer& layer, i32x16 sums, float row_scale, int64_t row, int64_t column) {
-    const int64_t n = layer.columns - column;
-    f32x16 result = __builtin_convertvector(sums, f32x16) * (load_n(layer.scale + column, n) * row_scale);
-    if (layer.bias) result += load_n((const T*)layer.bias + column, n);
-    store_n((T*)layer.out + row * layer.columns + column, result, n);
-}
-
-INLINE void finish_bf16(const Layer& layer, f32x16 sums, int64_t row, int64_t column) {
-    const int64_t n = layer.columns - column;
-    if (layer.bias) sums += load_n((const bf16*)layer.bias + column, n);
-    store_n((bf16*)layer.out + row * layer.columns + column, sums, n);
-}
 
 // ---- on tiles --------------------------------------------------------------------------------
 
@@ -184,16 +101,6 @@ INLINE void columns_on_lanes(const Layer& layer, const uint8_t* left, int64_t le
 // ---- the layer -------------------------------------------------------------------------------
 
 enum Feature : int32_t { INT8 = 1, BF16_BLOCKS = 2 };
-enum Path : int64_t { FASTEST = 0, LANES_ONLY = 1 };
-
-INLINE bool on_tiles(const Layer& layer) {
-#if defined(TF_AMX)
-    return tiles_granted && layer.path == FASTEST;
-#else
-    (void)layer;
-    return false;
-#endif
-}
 
 template <typename T> void int8_columns([[maybe_unused]] const Layer& layer, const Quantized& x, [[maybe_unused]] int64_t first,
                                         [[maybe_unused]] int64_t last) {
@@ -251,9 +158,6 @@ INLINE void my_blocks(int64_t columns, int64_t* first, int64_t* last) {
     if (*last > blocks) *last = blocks;
 }
 
-// Below this many multiplications one thread does it alone.
-constexpr int64_t SERIAL_PRODUCTS = 1 << 18;
-
 }  // namespace
 
 // What this build on this CPU can do: a sum of Features.
@@ -295,9 +199,13 @@ EXPORT void tf_linear_int8(const LinearArguments* arguments) {
             for (int64_t row = 0; row < layer.rows; row++)
                 quantize_row((const T*)layer.x + row * layer.x_stride, layer.in, quantized.values + row * quantized.stride,
                              quantized.stride, quantized.scales + row);
-            int64_t first, last;
-            my_blocks(layer.columns, &first, &last);
-            int8_columns<T>(layer, quantized, first, last);
+            if (has_many_rows(layer)) {
+                int8_rows<T>(layer, quantized);
+            } else {
+                int64_t first, last;
+                my_blocks(layer.columns, &first, &last);
+                int8_columns<T>(layer, quantized, first, last);
+            }
         }
     });
 }
@@ -307,8 +215,12 @@ EXPORT void tf_linear_bf16(const LinearArguments* arguments) {
     const Layer layer(*arguments, 2);
 #pragma omp parallel if (layer.rows * layer.in * layer.columns > SERIAL_PRODUCTS)
     {
-        int64_t first, last;
-        my_blocks(layer.columns, &first, &last);
-        bf16_columns(layer, first, last);
+        if (has_many_rows(layer)) {
+            bf16_rows(layer);
+        } else {
+            int64_t first, last;
+            my_blocks(layer.columns, &first, &last);
+            bf16_columns(layer, first, last);
+        }
     }
 }

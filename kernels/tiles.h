@@ -43,8 +43,13 @@ INLINE void configure_tiles(int first_rows, int second_rows) {
         config.rows[i] = rows[i];
         config.row_bytes[i] = rows[i] ? 64 : 0;
     }
+    // the intrinsic tells GCC of 8 bytes only: without this the others may never be written
+    asm volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
 }
+
+// What has been stored lies in memory before tiles are loaded from it; the intrinsics do not say so.
+INLINE void before_tiles() { asm volatile("" : : : "memory"); }
 
 struct Int8Tiles {
     typedef int32_t Result;
@@ -70,6 +75,7 @@ template <typename Op, bool TWO_ROWS, bool TWO_COLUMNS>
 INLINE void tile_product(const uint8_t* left, int64_t left_stride, const uint8_t* right, int64_t depth_blocks,
                          typename Op::Result* out, int64_t out_stride) {
     const uint8_t* second_right = right + depth_blocks * BLOCK_BYTES;
+    before_tiles();
     _tile_zero(0);
     if (TWO_COLUMNS) _tile_zero(1);
     if (TWO_ROWS) _tile_zero(2);

@@ -11,6 +11,7 @@ from tokenfleet.kernels import linear as ops
 from tokenfleet.kernels.linear import linear, pack_linear
 
 SHAPES = [(1, 64, 48), (63, 576, 123), (123, 123, 576), (5, 1536, 33), (32, 64, 64), (2, 1000, 1)]
+SHAPES += [(33, 64, 16), (350, 1536, 47), (96, 32, 83)]
 SIZES = pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -140,15 +141,17 @@ def test_weights_are_rounded_alike_by_every_backend(shape, dtype):
         assert torch.equal(plain.data, packed.data)
 
 
+@pytest.mark.parametrize("outputs", [600, 41])
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_a_row_gives_the_same_bits_alone_and_in_any_batch(quantization):
-    x = draw((70, 576), torch.bfloat16, 1)
+def test_a_row_gives_the_same_bits_alone_and_in_any_batch(quantization, outputs):
+    x, bias = draw((370, 1536), torch.bfloat16, 1), draw((outputs,), torch.bfloat16, 3)
     with backend_module.using("cpp"):
-        packed = pack_linear(draw((600, 576), torch.bfloat16, 2), quantization=quantization)
+        weight = draw((outputs, 1536), torch.bfloat16, 2)
+        packed = pack_linear(weight, bias, quantization=quantization)
         if not packed.packed:
             pytest.skip("this CPU has neither AMX nor AVX-512 BF16 and VNNI")
         whole = linear(x, packed)
-        for begin, end in ((0, 1), (3, 5), (17, 34), (6, 70)):
+        for begin, end in ((0, 1), (3, 5), (17, 34), (6, 70), (300, 332), (311, 370)):
             assert torch.equal(linear(x[begin:end], packed), whole[begin:end])
 
 
