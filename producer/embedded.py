@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -24,6 +25,12 @@ from types import TracebackType
 from typing import Self
 
 from tokenfleet.producer.errors import BrokerUnavailable
+
+# Below the ports that Linux, macOS and Windows give to outgoing connections: while a server is
+# down, none of its own clients that dial it again can sit on its port.
+PORTS = range(10_000, 32_000)
+MAX_STARTS = 20
+LOG = "server.log"
 
 
 def server_binary() -> Path:
@@ -42,8 +49,11 @@ class EmbeddedServer:
     """One server process. Use as a context manager, or call start() and stop().
 
     `data_dir`: keep an append-only file there; a restart finds everything again.
+    `port`: where to listen; by default any free one, chosen again if someone else takes it before
+    the first start.
     `binary`: another server executable, such as Debian's redis-server.
     `options`: further command-line options of the server (`--maxmemory`, `100mb`, ...).
+    `port_options`: options that need a free port each (`--cluster-port`); `ports` says which.
     """
 
     def __init__(
@@ -53,6 +63,7 @@ class EmbeddedServer:
         port: int | None = None,
         binary: Path | None = None,
         options: Sequence[str] = (),
+        port_options: Sequence[str] = (),
         start_timeout_s: float = 10.0,
     ) -> None:
         self._binary = binary
@@ -62,7 +73,9 @@ class EmbeddedServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._watcher: subprocess.Popen[bytes] | None = None
         self._scratch: Path | None = None
-        self.port = port if port is not None else _free_port()
+        self._may_move = port is None  # until the first start, when clients learn the port
+        self.port = port if port is not None else free_port()
+        self.ports = {option: free_port() for option in port_options}
 
     @property
     def url(self) -> str:
@@ -79,20 +92,15 @@ class EmbeddedServer:
         """Start and wait until it answers. Raises BrokerUnavailable when it does not."""
         if self.pid is not None:
             return self
-        self._process = subprocess.Popen(
-            self._command(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd=self._folder(),
-            start_new_session=True,
-        )
-        self._watcher = _watch(self._process.pid)
+        had_scratch = self._scratch is not None
         try:
-            self._await_answer()
+            self._start_somewhere()
         except BaseException:
             self.kill()
+            if not had_scratch:
+                self._drop_scratch()
             raise
+        self._may_move = False
         return self
 
     def stop(self) -> None:
@@ -128,10 +136,34 @@ class EmbeddedServer:
     ) -> None:
         self.stop()
 
+    def _start_somewhere(self) -> None:
+        for _ in range(MAX_STARTS if self._may_move else 1):
+            self._launch()
+            if self._await_answer():
+                return
+            self.kill()
+            if self._may_move:
+                self.port, self.ports = free_port(), {option: free_port() for option in self.ports}
+        raise BrokerUnavailable(f"the embedded server found its port taken: {self._last_words()}")
+
+    def _launch(self) -> None:
+        with (self._folder() / LOG).open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self._folder(),
+                start_new_session=True,
+            )
+        self._watcher = _watch(self._process.pid)
+
     def _command(self) -> list[str]:
         binary = self._binary if self._binary is not None else server_binary()
         command = [str(binary), "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
-        command += ["--dir", str(self._folder()), "--daemonize", "no", "--logfile", "server.log"]
+        command += ["--dir", str(self._folder()), "--daemonize", "no", "--logfile", ""]
+        for option, port in self.ports.items():
+            command += [option, str(port)]
         if self._data_dir is not None:
             command += ["--appendonly", "yes", "--appendfsync", "everysec"]
         return [*command, *self._options]
@@ -144,32 +176,33 @@ class EmbeddedServer:
             self._scratch = Path(tempfile.mkdtemp(prefix="tokenfleet-server-"))
         return self._scratch
 
-    def _await_answer(self) -> None:
+    def _await_answer(self) -> bool:
+        """True when it answers, False when it ended because of a port that is taken."""
         give_up = time.monotonic() + self._start_timeout_s
         while time.monotonic() < give_up:
-            if self.pid is None:
-                raise BrokerUnavailable(f"the embedded server ended at once: {self._last_words()}")
-            if _answers(self.port):
-                return
+            pid = self.pid
+            if pid is None:
+                words = self._last_words()
+                if "Failed listening on port" in words:
+                    return False
+                raise BrokerUnavailable(f"the embedded server ended at once: {words}")
+            if answers(self.port, pid):
+                return True
             time.sleep(0.01)
         raise BrokerUnavailable(
-            f"the embedded server did not answer within {self._start_timeout_s:g} s"
+            f"the embedded server did not answer within {self._start_timeout_s:g} s: "
+            f"{self._last_words()}"
         )
 
     def _last_words(self) -> str:
-        log = self._folder() / "server.log"
-        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-        return lines[-1] if lines else "no log was written"
+        lines = (self._folder() / LOG).read_text(errors="replace").splitlines()
+        return "; ".join(lines[-2:]) if lines else "it wrote no log"
 
     def _signal(self, number: signal.Signals) -> None:
         if self.pid is not None:
             os.kill(self.pid, number)
 
     def _end(self, number: signal.Signals) -> None:
-        watcher, self._watcher = self._watcher, None
-        if watcher is not None:
-            watcher.kill()
-            watcher.communicate()
         process, self._process = self._process, None
         if process is not None:
             if process.poll() is None:
@@ -180,6 +213,10 @@ class EmbeddedServer:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.kill()
+            watcher.communicate()
 
     def _drop_scratch(self) -> None:
         scratch, self._scratch = self._scratch, None
@@ -187,18 +224,29 @@ class EmbeddedServer:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port() -> int:
+    """A port of PORTS on which nothing listens; someone else may take it at any moment."""
+    while True:
+        port = random.choice(PORTS)
+        with suppress(OSError), socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
-def _answers(port: int) -> bool:
-    """True when a server on the port answers PING and has loaded its data."""
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
-        connection.sendall(b"PING\r\n")
-        return connection.recv(64).startswith(b"+PONG")
+def answers(port: int, pid: int) -> bool:
+    """True when the server that listens on the port is this process and has loaded its data."""
+    with (
+        suppress(OSError),
+        socket.create_connection(("127.0.0.1", port), timeout=1) as connection,
+        connection.makefile("rb") as replies,
+    ):
+        connection.sendall(b"PING\r\nINFO server\r\n")
+        if not replies.readline().startswith(b"+PONG"):
+            return False
+        length = replies.readline()
+        fields = replies.read(int(length[1:])) if length.startswith(b"$") else b""
+        return b"process_id:%d" % pid in fields.split()
     return False
 
 

@@ -29,8 +29,8 @@ def masters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EmbeddedS
         for number in range(3):
             folder: Path = tmp_path_factory.mktemp(f"master{number}")
             options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "5000"]
-            options += ["--cluster-port", str(_free_port())]
-            server = EmbeddedServer(binary=None, options=[*options, "--dir", str(folder)])
+            options += ["--dir", str(folder)]
+            server = EmbeddedServer(options=options, port_options=["--cluster-port"])
             servers.append(stack.enter_context(server))
         _join(servers)
         yield servers
@@ -138,13 +138,9 @@ def _emission(job: Any, offset: int) -> Emission:
     return Emission(job.id, job.attempt, offset, (event,))
 
 
-def _free_port() -> int:
-    return EmbeddedServer().port
-
-
 def _join(servers: list[EmbeddedServer]) -> None:
     nodes = [redis.Redis(port=server.port) for server in servers]
-    bus = [int(server._options[server._options.index("--cluster-port") + 1]) for server in servers]
+    bus = [server.ports["--cluster-port"] for server in servers]
     for number, node in enumerate(nodes):
         first = SLOTS * number // len(nodes)
         last = SLOTS * (number + 1) // len(nodes) - 1

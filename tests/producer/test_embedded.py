@@ -6,15 +6,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import redis
 
-from tokenfleet.producer.embedded import EmbeddedServer
+from tokenfleet.producer.embedded import EmbeddedServer, answers
 from tokenfleet.producer.errors import BrokerUnavailable
 
+BUS = "--cluster-port"
 CHILD = """
 import sys
 from tokenfleet.producer.embedded import EmbeddedServer
@@ -30,6 +33,18 @@ def alive(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return "\nState:\tZ" not in status
+
+
+def children() -> set[int]:
+    """Our processes, those that nobody waited for included."""
+    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+
+
+@pytest.fixture
+def folder_of_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[Path]]:
+    """The scratch folders that are there."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return lambda: set(tmp_path.iterdir())
 
 
 def test_it_answers_and_leaves_no_process_and_no_file():
@@ -79,10 +94,50 @@ def test_it_finds_its_data_again_after_a_kill(tmp_path):
         client.close()
 
 
-def test_a_server_that_cannot_start_says_why():
+def test_a_server_that_cannot_start_says_why(folder_of_servers):
     with EmbeddedServer() as server:
+        others = folder_of_servers()
         second = EmbeddedServer(port=server.port, options=["--no-such-option", "1"])
-        with pytest.raises(BrokerUnavailable, match="embedded server"):
+        with pytest.raises(BrokerUnavailable, match="Bad directive"):
             second.start()
         assert second.pid is None
-        second.stop()
+        assert folder_of_servers() == others
+
+
+def test_a_port_that_another_server_has_is_refused_and_nothing_is_left(folder_of_servers):
+    with EmbeddedServer() as server:
+        others, ours = folder_of_servers(), children()
+        second = EmbeddedServer(port=server.port)
+        with pytest.raises(BrokerUnavailable, match=f"Failed listening on port {server.port}"):
+            second.start()
+        assert second.pid is None
+        assert folder_of_servers() == others
+        assert children() == ours
+
+
+def test_a_port_of_our_choice_that_is_taken_meanwhile_is_chosen_again():
+    with EmbeddedServer() as server:
+        second = EmbeddedServer(options=["--cluster-enabled", "yes"], port_options=[BUS])
+        second.port = server.port
+        third = EmbeddedServer(options=["--cluster-enabled", "yes"], port_options=[BUS])
+        third.ports[BUS] = server.port
+        with second, third:
+            known = {one.port for one in (server, second, third)} | {third.ports[BUS]}
+            assert len(known) == 4
+            for one in (server, second, third):
+                assert answers(one.port, one.pid)
+
+
+def test_a_server_that_started_keeps_its_port_for_its_clients():
+    with EmbeddedServer() as first:
+        port = first.port
+        first.kill()
+        with EmbeddedServer(port=port), pytest.raises(BrokerUnavailable, match="taken"):
+            first.start()
+        assert first.start().port == port
+
+
+def test_another_server_on_the_port_is_not_taken_for_ours():
+    with EmbeddedServer() as server:
+        assert answers(server.port, server.pid)
+        assert not answers(server.port, os.getpid())

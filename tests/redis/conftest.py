@@ -24,7 +24,7 @@ from tokenfleet.engine.config import EngineConfig
 from tokenfleet.engine.request import EngineRequest
 from tokenfleet.producer import AsyncClient, AsyncJob, Event, JobResult, SamplingParams
 from tokenfleet.producer.connection import Connection
-from tokenfleet.producer.embedded import EmbeddedServer
+from tokenfleet.producer.embedded import EmbeddedServer, answers, free_port
 from tokenfleet.worker.engine_link.engine_process import Batch, EngineInfo, StepEvent
 from tokenfleet.worker.engine_link.simulated import SimulatedCore
 from tokenfleet.worker.service import WorkerService
@@ -322,15 +322,15 @@ def cluster_masters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[E
 def cluster_node(folder: Path) -> EmbeddedServer:
     folder.mkdir(exist_ok=True)
     options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000"]
-    options += ["--cluster-port", str(EmbeddedServer().port), "--dir", str(folder)]
+    options += ["--dir", str(folder)]
     options += ["--cluster-require-full-coverage", "no", "--repl-diskless-sync-delay", "0"]
-    return EmbeddedServer(options=options)
+    return EmbeddedServer(options=options, port_options=["--cluster-port"])
 
 
 def join(servers: list[EmbeddedServer], masters: int = 3) -> None:
     """Share the slots among the first `masters`; the others are known and empty."""
     nodes = [redis.Redis(port=server.port) for server in servers]
-    bus = [int(server._options[server._options.index("--cluster-port") + 1]) for server in servers]
+    bus = [server.ports["--cluster-port"] for server in servers]
     for number, node in enumerate(nodes):
         if number < masters:
             first, last = SLOTS * number // masters, SLOTS * (number + 1) // masters - 1
@@ -397,14 +397,14 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 @pytest.fixture(scope="session")
 def tls_server(redis_binary: Path, certificates: Certificates) -> Iterator[Any]:
-    """Debian's server with TLS; `tls_port` asks clients for a certificate too."""
-    tls_port = EmbeddedServer().port
-    options = ["--tls-port", str(tls_port), "--tls-auth-clients", "yes"]
+    """Debian's server with TLS; its `--tls-port` asks clients for a certificate too."""
+    options = ["--tls-auth-clients", "yes"]
     options += ["--tls-ca-cert-file", str(certificates.ca)]
     options += ["--tls-cert-file", str(certificates.cert)]
     options += ["--tls-key-file", str(certificates.key)]
-    with EmbeddedServer(binary=redis_binary, options=options) as server:
-        server.tls_port = tls_port  # type: ignore[attr-defined]
+    with EmbeddedServer(
+        binary=redis_binary, options=options, port_options=["--tls-port"]
+    ) as server:
         yield server
 
 
@@ -414,26 +414,45 @@ async def sentinels(redis_binary: Path, tmp_path: Path) -> AsyncIterator[Callabl
     running: list[asyncio.subprocess.Process] = []
 
     async def start(master: EmbeddedServer) -> str:
-        ports = [EmbeddedServer().port for _ in range(3)]
-        for number, port in enumerate(ports):
+        ports = []
+        for number in range(3):
             folder = tmp_path / f"sentinel{number}"
             folder.mkdir()
-            (folder / "sentinel.conf").write_text(
-                f"port {port}\nbind 127.0.0.1\ndir {folder}\nlogfile {folder}/log\n"
-                f"sentinel monitor main 127.0.0.1 {master.port} 2\n"
-                "sentinel down-after-milliseconds main 500\n"
-                "sentinel failover-timeout main 3000\n"
-            )
-            command = [str(redis_binary), str(folder / "sentinel.conf"), "--sentinel"]
-            running.append(await asyncio.create_subprocess_exec(*command))
+            ports.append(await _start_sentinel(redis_binary, folder, master, running))
         for port in ports:
             await _knows_its_peers(port)
         return "redis+sentinel://" + ",".join(f"127.0.0.1:{port}" for port in ports) + "/main"
 
     yield start
     for process in running:
-        process.kill()
-        await process.wait()
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def _start_sentinel(
+    binary: Path,
+    folder: Path,
+    master: EmbeddedServer,
+    running: list[asyncio.subprocess.Process],
+) -> int:
+    """Its port: another one whenever the one that was free is taken when it starts."""
+    while True:
+        port = free_port()
+        (folder / "sentinel.conf").write_text(
+            f"port {port}\nbind 127.0.0.1\ndir {folder}\nlogfile {folder}/log\n"
+            f"sentinel monitor main 127.0.0.1 {master.port} 2\n"
+            "sentinel down-after-milliseconds main 500\n"
+            "sentinel failover-timeout main 3000\n"
+        )
+        command = [str(binary), str(folder / "sentinel.conf"), "--sentinel"]
+        process = await asyncio.create_subprocess_exec(*command)
+        running.append(process)
+        while process.returncode is None:
+            if await asyncio.to_thread(answers, port, process.pid):
+                return port
+            await asyncio.sleep(0.01)
+        assert "Failed listening on port" in (folder / "log").read_text()
 
 
 async def _knows_its_peers(port: int) -> None:

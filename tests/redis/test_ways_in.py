@@ -41,13 +41,13 @@ async def whole_life(site, until, answer) -> None:
 
 async def test_tls_with_a_client_certificate(tls_server, certificates, site_at, until, answer):
     options = f"ssl_ca_certs={certificates.ca}&ssl_certfile={certificates.cert}"
-    url = f"rediss://127.0.0.1:{tls_server.tls_port}/0?{options}&ssl_keyfile={certificates.key}"
+    url = f"rediss://127.0.0.1:{tls_server.ports['--tls-port']}/0?{options}&ssl_keyfile={certificates.key}"
     await whole_life(site_at(url), until, answer)
 
 
 async def test_a_certificate_that_nobody_vouches_for_is_told_at_once(tls_server, certificates):
     options = f"ssl_certfile={certificates.cert}&ssl_keyfile={certificates.key}"
-    client = AsyncClient(f"rediss://127.0.0.1:{tls_server.tls_port}/0?{options}")
+    client = AsyncClient(f"rediss://127.0.0.1:{tls_server.ports['--tls-port']}/0?{options}")
     async with asyncio.timeout(5):
         with pytest.raises(BrokerUnsupported, match=r"not trusted.*ssl_ca_certs"):
             await client.connect()
@@ -55,7 +55,7 @@ async def test_a_certificate_that_nobody_vouches_for_is_told_at_once(tls_server,
 
 
 async def test_a_server_that_asks_for_a_certificate_is_not_served_without(tls_server, certificates):
-    url = f"rediss://127.0.0.1:{tls_server.tls_port}/0?ssl_ca_certs={certificates.ca}"
+    url = f"rediss://127.0.0.1:{tls_server.ports['--tls-port']}/0?ssl_ca_certs={certificates.ca}"
     client = AsyncClient(url, connect_timeout_s=0.3)
     with pytest.raises(BrokerUnavailable):
         await client.connect()
