@@ -45,7 +45,7 @@ class EngineConfig:
     """Share of the card's memory that this process may use. On a CPU it means nothing: a quarter of
     the memory that is available at the start may go to KV blocks there."""
     enforce_eager: bool = False
-    """No CUDA graphs and no compiled pieces."""
+    """No CUDA graphs, no recorded decode steps on a CPU, no compiled pieces."""
     overlap: bool | None = None
     """Schedule the next step while the device computes this one; None = on CUDA. Outputs are the
     same; events come one step later."""

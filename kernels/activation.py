@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tokenfleet.kernels.backend import DTYPE_CODES, compiled, uses_triton
 from tokenfleet.kernels.fp8 import Fp8Rows, Fp8Scales, quantize_reference
+from tokenfleet.kernels.workspace import new_result
 
 _PACK = struct.Struct("@2P4q").pack  # the argument struct of activation.cpp
 
@@ -63,7 +64,7 @@ def _fits(gate_up: Tensor) -> bool:
 
 def _gate(function: Callable[..., None], gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((rows, width), dtype=gate_up.dtype)
+    out = new_result((rows, width), gate_up.dtype)
     function(
         _PACK(
             gate_up.data_ptr(), out.data_ptr(), rows, width, gate_up.stride(0),

@@ -13,8 +13,10 @@ operations of one forward pass come from the same choice. `TOKENFLEET_KERNELS` n
 import ctypes
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -36,11 +38,14 @@ FUNCTIONS = (
     "tf_add_rms_norm",
     "tf_silu_mul",
     "tf_gelu_tanh_mul",
+    "tf_gated_bf16",
+    "tf_gated_int8",
     "tf_rope_kv",
     "tf_paged_attention",
     "tf_quantize_rows",
     "tf_linear_int8",
     "tf_linear_bf16",
+    "tf_run",
 )
 
 
@@ -123,11 +128,32 @@ def triton_devices(choice: str) -> frozenset[str]:
 backend = Backend()
 
 
-def compiled(x: torch.Tensor) -> ctypes.CDLL | None:
-    """The compiled kernels when they are chosen and can take x (on the CPU, a known dtype)."""
+class _Here(threading.local):
+    recorder: Any = None
+
+
+_here = _Here()
+
+
+def compiled(x: torch.Tensor) -> Any:
+    """The compiled kernels when they are chosen and can take x (on the CPU, a known dtype); else
+    None. In a thread that records, what stands for them.
+    """
     if backend.name is None:
         backend.select()
-    return backend.library if x.is_cpu and x.dtype in DTYPE_CODES else None
+    if backend.library is None or not x.is_cpu or x.dtype not in DTYPE_CODES:
+        return None
+    return backend.library if _here.recorder is None else _here.recorder
+
+
+@contextmanager
+def recorded_by(recorder: Any) -> Iterator[None]:
+    """Within the block this thread's operations call their kernels through `recorder`."""
+    before, _here.recorder = _here.recorder, recorder
+    try:
+        yield
+    finally:
+        _here.recorder = before
 
 
 def uses_triton(x: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor
 from tokenfleet.kernels import fp8
 from tokenfleet.kernels.backend import DTYPE_CODES, compiled, uses_triton
 from tokenfleet.kernels.fp8 import Fp8Rows, Fp8Scales
+from tokenfleet.kernels.workspace import new_result
 
 QUANTIZATIONS = ("int8", "fp8", "fp8_block")
 
@@ -230,7 +231,7 @@ def _on_blocks(x: Tensor, packed: PackedWeight) -> Tensor:
     if x.stride(1) != 1:
         x = x.contiguous()
     rows = x.shape[0]
-    out = torch.empty((rows, packed.out_features), dtype=x.dtype)
+    out = new_result((rows, packed.out_features), x.dtype)
     function = library.tf_linear_bf16 if packed.layout == "blocks" else library.tf_linear_int8
     function(
         packed.packed

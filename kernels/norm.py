@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tokenfleet.kernels.backend import DTYPE_CODES, compiled, uses_triton
 from tokenfleet.kernels.fp8 import Fp8Rows, Fp8Scales, quantize_reference
+from tokenfleet.kernels.workspace import new_result
 
 # the argument structs of norm.cpp
 _PACK = struct.Struct("@3P6q2d").pack
@@ -37,7 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.
         outer, outer_stride = x.shape[0], x.stride(0)
         if x.dim() == 3:
             inner, inner_stride = x.shape[1], x.stride(1)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = new_result(x.shape, x.dtype)
     library.tf_rms_norm(
         _PACK(
             x.data_ptr(), weight.data_ptr(), out.data_ptr(), outer, inner, width,
@@ -72,7 +73,7 @@ def add_rms_norm(
         and weight.is_contiguous()
     ):
         return add_reference(x, residual, weight, eps, weight_offset)
-    out, total = torch.empty_like(x), torch.empty_like(x)
+    out, total = new_result(x.shape, x.dtype), new_result(x.shape, x.dtype)
     width = x.shape[-1]
     library.tf_add_rms_norm(
         _PACK_ADD(

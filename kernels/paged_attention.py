@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tokenfleet.kernels.backend import DTYPE_CODES, compiled, uses_triton
 from tokenfleet.kernels.fp8 import FP8
+from tokenfleet.kernels.workspace import new_result
 
 # the structs of paged.h, and what paged_attention.cpp takes after them
 _PACK_POOL = struct.Struct("@2P4q").pack
@@ -122,7 +123,7 @@ def paged_attention(
     shared = pool.packed() if library else b""
     if library is None or not shared or not _fits(q, sinks):
         return reference(q, pool, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = new_result(q.shape, q.dtype)
     library.tf_paged_attention(
         shared
         + batch.packed()

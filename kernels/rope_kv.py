@@ -15,6 +15,7 @@ from tokenfleet.kernels.backend import DTYPE_CODES, compiled, uses_triton
 from tokenfleet.kernels.fp8 import FP8, to_codes
 from tokenfleet.kernels.norm import rms_norm
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool
+from tokenfleet.kernels.workspace import new_result
 
 _PACK = struct.Struct("@3P3q2P5q").pack  # what rope_kv.cpp takes after the pool and the batch
 
@@ -62,7 +63,7 @@ def rope_and_write_kv(
     shared = pool.packed() if library else b""
     if library is None or not shared or not _fits(q, k, v, cos_sin):
         return reference(q, k, v, cos_sin, pool, batch, interleaved=interleaved)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = new_result(q.shape, q.dtype)
     library.tf_rope_kv(
         shared
         + batch.packed()

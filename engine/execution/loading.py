@@ -155,6 +155,7 @@ def place_model(
             buckets=buckets,
             quantization=config.quantization,
             probe=probe,
+            record=not config.enforce_eager,
         )
     traffic = traffic_of(decoder)
     return LoadedModel(spec, runner, max_len, block_size, num_blocks, traffic, overlap)

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokenfleet.engine.execution.batch import build_inputs
+from tokenfleet.engine.execution.batch import StepInputs, build_inputs
 from tokenfleet.engine.execution.buckets import Bucket
 from tokenfleet.engine.execution.capture import Capture
 from tokenfleet.engine.execution.containment import (
@@ -37,6 +37,7 @@ from tokenfleet.engine.execution.flight import (
 from tokenfleet.engine.execution.graphs import DeviceTables, StepGraphs, fits_graph
 from tokenfleet.engine.execution.memory import MemoryProbe, check_free, refusing
 from tokenfleet.engine.execution.param_table import Ids, ParamTable
+from tokenfleet.engine.execution.programs import MOST_RECORDED, DecodePrograms
 from tokenfleet.engine.execution.prompt_logprobs import prompt_logprobs, wanted
 from tokenfleet.engine.execution.sampler import Sampled, Sampler
 from tokenfleet.engine.execution.slots import SlotTable
@@ -82,6 +83,7 @@ class Runner:
         buckets: the steps to capture.
         quantization: of weights that come later, as the decoder's own.
         probe: of the device's memory, asked before waking; None = it is not asked.
+        record: whether decode steps on a CPU become programs, where they can.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Runner:
         buckets: Items[Bucket] = (),
         quantization: str | None = None,
         probe: MemoryProbe | None = None,
+        record: bool = False,
     ) -> None:
         self.decoder = decoder
         self.device = device
@@ -119,7 +122,10 @@ class Runner:
         self._max_len = max_len
         self._capture, self._buckets = capture, buckets
         self._quantization, self._probe = quantization, probe
+        self._record = record and device.type == "cpu"
+        self.programs: DecodePrograms | None = None
         self._make_graphs()
+        self._make_programs()
 
     @torch.inference_mode()
     def _make_graphs(self) -> None:
@@ -137,6 +143,16 @@ class Runner:
             max_len=self._max_len,
             transfers=self.transfers,
             capture=self._capture,
+        )
+
+    def _make_programs(self) -> None:
+        if not self._record:
+            return
+        self.programs = DecodePrograms(
+            self.decoder,
+            self.pools,
+            most=min(len(self.slots.tokens), MOST_RECORDED),
+            max_blocks=-(-self._max_len // self.slots.block_size),
         )
 
     @torch.inference_mode()
@@ -179,7 +195,7 @@ class Runner:
 
     def sleep(self) -> None:
         """Free KV blocks and graphs; on CUDA the weights wait in the host's memory."""
-        self.graphs = None
+        self.graphs = self.programs = None
         self.pools = []
         if self.device.type == "cuda":
             self.decoder = moved(self.decoder, lambda tensor: tensor.cpu())
@@ -201,6 +217,7 @@ class Runner:
                 self.decoder = moved(self.decoder, lambda tensor: tensor.to(self.device))
             self.pools = self.decoder.make_pools(self._num_blocks + 1, size)
             self._make_graphs()
+            self._make_programs()
 
     # -- inside ----------------------------------------------------------------------------
 
@@ -251,7 +268,7 @@ class Runner:
         """Operation by operation."""
         inputs = build_inputs(work, self.slots, self.transfers, self.newest)
         self._fault("forward", work, None)
-        hidden = self.decoder.forward(inputs.token_ids, inputs.attention, self.pools)
+        hidden = self._forward(inputs)
         self._fault("hidden", work, hidden)
         forward_done = time.perf_counter()
         rows = inputs.last_rows
@@ -262,6 +279,13 @@ class Runner:
         part = self._part(work, verdicts, listings)
         timing.sample_s += time.perf_counter() - forward_done
         return part
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        if self.programs is not None:
+            hidden = self.programs.forward(inputs.token_ids, inputs.attention)
+            if hidden is not None:
+                return hidden
+        return self.decoder.forward(inputs.token_ids, inputs.attention, self.pools)
 
     def _replayed(
         self, work: list[Chunk], timing: Timing, graphs: StepGraphs, bucket: Bucket

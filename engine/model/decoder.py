@@ -5,6 +5,7 @@ and lies in the pools, so the same call serves chunks of prompts and decodes tog
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import overload
 
@@ -18,6 +19,7 @@ from tokenfleet.kernels.linear import PackedWeight, linear
 from tokenfleet.kernels.norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool, paged_attention
 from tokenfleet.kernels.rope_kv import HeadNorms, rope_and_write_kv
+from tokenfleet.kernels.workspace import Workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +76,48 @@ class Decoder:
 
         Writes the tokens' keys and values into `pools` (one a layer) at batch.slots.
         """
-        residual = torch.nn.functional.embedding(token_ids, self.embedding)
+        return self.transform(self.embed(token_ids), batch, pools)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids int64 [T] -> [T, H], the input of the first layer."""
+        embedded = torch.nn.functional.embedding(token_ids, self.embedding)
         if self._embedding_scale != 1.0:
-            residual *= self._embedding_scale
-        added: Tensor | None = None  # what the last sub-block gave, not yet in the residual stream
+            embedded *= self._embedding_scale
+        return embedded
+
+    def transform(
+        self,
+        embedded: Tensor,
+        batch: AttentionBatch,
+        pools: Sequence[KVPool],
+        workspace: Workspace | None = None,
+    ) -> Tensor:
+        """`forward` behind `embed`.
+
+        workspace: where the layers put what they hand on (CPU); the result never lies in it.
+        """
+        with nullcontext() if workspace is None else workspace.open():
+            added, residual = self._layers(embedded, batch, pools, workspace)
+        return self._enter(added, residual, self.final_norm)[0]
+
+    def _layers(
+        self,
+        residual: Tensor,
+        batch: AttentionBatch,
+        pools: Sequence[KVPool],
+        workspace: Workspace | None,
+    ) -> tuple[Tensor | None, Tensor]:
+        """(what the last sub-block gave, not yet in the residual stream; the residual stream)."""
+        added: Tensor | None = None
         for layer, pool in zip(self.layers, pools, strict=True):
+            if workspace is not None:
+                workspace.next_layer()
             into = layer.attention.qkv.rounding
             x, residual = self._enter(added, residual, layer.attn_in, into)
             out = self._leave(self._attend(x, layer.attention, batch, pool), layer.attn_out)
             x, residual = self._enter(out, residual, layer.mlp_in, layer.mlp.rounding)
             added = self._leave(layer.mlp(x), layer.mlp_out)
-        return self._enter(added, residual, self.final_norm)[0]
+        return added, residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows of `forward`'s result [R, H] -> float32 [R, vocab_size]."""
