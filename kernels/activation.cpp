@@ -1,16 +1,9 @@
 // Gated activations; see activation.py for the contract.
-#include "vec.h"
+#include "gates.h"
 
 using namespace tf;
 
 namespace {
-
-INLINE f32x16 silu(f32x16 x) { return x / (1.0f + exp(-x)); }
-
-INLINE f32x16 gelu_tanh(f32x16 x) {
-    f32x16 inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-    return 0.5f * x * (1.0f + tanh(inner));
-}
 
 // Each field is 8 bytes wide, in the order in which activation.py packs them.
 struct GateArguments {

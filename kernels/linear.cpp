@@ -195,10 +195,7 @@ EXPORT void tf_linear_int8(const LinearArguments* arguments) {
     with_dtype(layer.dtype, [&]<typename T>(T*) {
 #pragma omp parallel if (layer.rows * layer.in * layer.columns > SERIAL_PRODUCTS)
         {
-#pragma omp for schedule(static)
-            for (int64_t row = 0; row < layer.rows; row++)
-                quantize_row((const T*)layer.x + row * layer.x_stride, layer.in, quantized.values + row * quantized.stride,
-                             quantized.stride, quantized.scales + row);
+            quantize_rows<T>(layer, quantized);
             if (has_many_rows(layer)) {
                 int8_rows<T>(layer, quantized);
             } else {

@@ -73,6 +73,14 @@ template <typename T> void quantize_row(const T* x, int64_t width, int8_t* to, i
     }
 }
 
+// All rows of the layer, shared by the threads of a team, who wait for each other at the end.
+template <typename T> INLINE void quantize_rows(const Layer& layer, const Quantized& to) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < layer.rows; row++)
+        quantize_row((const T*)layer.x + row * layer.x_stride, layer.in, to.values + row * to.stride, to.stride,
+                     to.scales + row);
+}
+
 // ---- results ---------------------------------------------------------------------------------
 
 // What 16 columns of an int8 product need beside their sums.

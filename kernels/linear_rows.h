@@ -54,6 +54,37 @@ INLINE void rows_times_pair(const uint8_t* left, const Panel& panel, BlockPair r
     if (TWO) _tile_stored(3, out + 16 * 32 + 16, 128);
 }
 
+// out [][32] = the panel's up to 16, or up to 32, rows times a pair, for which the tiles are configured; asks
+// for the next pair meanwhile.
+template <typename Op, bool TWO_ROWS>
+INLINE void pair_product(const Panel& panel, BlockPair right, BlockPair next, typename Op::Result* out) {
+    before_tiles();
+    _tile_zero(0);
+    _tile_zero(1);
+    if (TWO_ROWS) _tile_zero(2);
+    if (TWO_ROWS) _tile_zero(3);
+    for (int64_t k = 0; k < panel.depth_blocks; k++) {
+        _tile_loadd(4, panel.rows_at + k * DEPTH_BYTES, panel.stride);
+        _tile_loadd(6, right.first + k * BLOCK_BYTES, 64);
+        _tile_loadd(7, right.second + k * BLOCK_BYTES, 64);
+        Op::template multiply<0, 4, 6>();
+        Op::template multiply<1, 4, 7>();
+        if (TWO_ROWS) {
+            _tile_loadd(5, panel.rows_at + 16 * panel.stride + k * DEPTH_BYTES, panel.stride);
+            Op::template multiply<2, 5, 6>();
+            Op::template multiply<3, 5, 7>();
+        }
+        for (int64_t i = 0; i < BLOCK_BYTES; i += 64) {
+            _mm_prefetch((const char*)next.first + k * BLOCK_BYTES + i, _MM_HINT_T1);
+            _mm_prefetch((const char*)next.second + k * BLOCK_BYTES + i, _MM_HINT_T1);
+        }
+    }
+    _tile_stored(0, out, 128);
+    _tile_stored(1, out + 16, 128);
+    if (TWO_ROWS) _tile_stored(2, out + 16 * 32, 128);
+    if (TWO_ROWS) _tile_stored(3, out + 16 * 32 + 16, 128);
+}
+
 // All rows times `pairs` pairs; the threads of a team take the pairs as they come. right(pair) gives the
 // BlockPair; finish(sums, row, pair) takes [32][32] sums of the rows from `row` on. The last rows overlap
 // with those before them where 32 does not divide their number: computed twice, to the same bits.
@@ -83,6 +114,8 @@ INLINE void rows_on_tiles(const Panel& panel, int64_t pairs, Right right, Finish
     }
     _tile_release();
 }
+
+INLINE i32x16 load(const int32_t* p) { i32x16 v; memcpy(&v, p, 64); return v; }
 
 template <typename T> INLINE void store_pair(T* to, f32x16 first, f32x16 second, int64_t n) {
     store_n(to, first, n);
@@ -120,8 +153,6 @@ inline void bf16_rows(const Layer& layer) {
                            load(sums + r * 32 + LANES) + other, n);
         });
 }
-
-INLINE i32x16 load(const int32_t* p) { i32x16 v; memcpy(&v, p, 64); return v; }
 
 template <typename T> void int8_rows(const Layer& layer, const Quantized& x) {
     const Panel panel = {(const uint8_t*)x.values, x.stride, layer.rows, layer.depth_blocks};

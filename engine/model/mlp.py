@@ -13,6 +13,7 @@ from torch import Tensor
 from tokenfleet.engine.model.spec import Activation
 from tokenfleet.kernels.activation import gelu_tanh_mul, gelu_tanh_mul_fp8, silu_mul, silu_mul_fp8
 from tokenfleet.kernels.fp8 import Fp8Rows, Fp8Scales
+from tokenfleet.kernels.gated import gated_linear
 from tokenfleet.kernels.linear import PackedWeight, linear
 from tokenfleet.kernels.moe import ExpertWeights, expert_product, sort_visits
 
@@ -43,10 +44,10 @@ class DenseMlp:
         return self.gate_up.rounding
 
     def __call__(self, x: Tensor | Fp8Rows) -> Tensor:
-        wide = linear(x, self.gate_up)
         into = self.down.rounding
-        gated = self.gate(wide) if into is None else FP8_GATES[self.gate](wide, into)
-        return linear(gated, self.down)
+        if into is None:
+            return linear(gated_linear(x, self.gate_up, self.gate), self.down)
+        return linear(FP8_GATES[self.gate](linear(x, self.gate_up), into), self.down)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,57 @@
+"""The gate-up projection of an MLP and its gate as one operation: act(x Wg) * (x Wu).
+
+The weight is packed as for `linear`, the gate's outputs first, then those of up; nothing is stored
+between the two where the C++ form runs.
+"""
+
+import struct
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tokenfleet.kernels.activation import gelu_tanh_mul, silu_mul
+from tokenfleet.kernels.backend import DTYPE_CODES, compiled
+from tokenfleet.kernels.fp8 import Fp8Rows
+from tokenfleet.kernels.linear import PackedWeight, linear
+
+_PACK = struct.Struct("@2P5q").pack  # what gated.cpp takes after the weight
+
+# the gates and their codes in gates.h
+GATES: dict[Callable[[Tensor], Tensor], int] = {silu_mul: 0, gelu_tanh_mul: 1}
+
+
+def gated_linear(
+    x: Tensor | Fp8Rows, packed: PackedWeight, gate: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """x [T, in] -> gate(linear(x, packed)) [T, out / 2] in x's dtype.
+
+    gate: silu_mul or gelu_tanh_mul. The product need not be rounded to x's dtype before the gate.
+    """
+    if packed.layout not in ("blocks", "int8 blocks") or isinstance(x, Fp8Rows):
+        return reference(x, packed, gate)
+    library = compiled(x)
+    if library is None or not _fits(x, packed):
+        return reference(x, packed, gate)
+    rows = x.shape[0]
+    out = torch.empty((rows, packed.out_features // 2), dtype=x.dtype)
+    function = library.tf_gated_bf16 if packed.layout == "blocks" else library.tf_gated_int8
+    function(
+        packed.packed
+        + _PACK(
+            x.data_ptr(), out.data_ptr(), x.stride(0), rows, DTYPE_CODES[x.dtype], 0, GATES[gate],
+        )
+    )  # fmt: skip
+    return out
+
+
+def reference(
+    x: Tensor | Fp8Rows, packed: PackedWeight, gate: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The specification: one operation after the other."""
+    return gate(linear(x, packed))
+
+
+def _fits(x: Tensor, packed: PackedWeight) -> bool:
+    """What is wrong with x is said by linear."""
+    return x.dtype == packed.dtype and x.shape[1] == packed.in_features and x.stride(1) == 1
