@@ -103,9 +103,10 @@ def quantize_tokens(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor
     groups = -(-K // group)
     wide = torch.nn.functional.pad(x.float(), (0, groups * group - K)).view(T, groups, group)
     highest = wide.abs().amax(-1).clamp_min(_LEAST)
-    # a true division: number / tensor would multiply by a rounded reciprocal
-    codes = wide * (torch.full_like(highest, MAX) / highest)[..., None]
-    return to_codes(codes.view(T, groups * group)[:, :K]), highest / MAX
+    # true divisions, by tensors: a number may become a product with its rounded reciprocal
+    most = torch.full_like(highest, MAX)
+    codes = wide * (most / highest)[..., None]
+    return to_codes(codes.view(T, groups * group)[:, :K]), highest / most
 
 
 def quantize_static(x: Tensor, scale: Tensor) -> Tensor:
@@ -124,9 +125,10 @@ def quantize_weight(weight: Tensor, form: Form) -> tuple[Tensor, Fp8Scales]:
     padded = torch.nn.functional.pad(weight.float(), (0, wide * BLOCK - K, 0, tall * BLOCK - N))
     blocks = padded.view(tall, BLOCK, wide, BLOCK)
     highest = blocks.abs().amax((1, 3)).clamp_min(_LEAST)
-    codes = blocks * (torch.full_like(highest, MAX) / highest)[:, None, :, None]
+    most = torch.full_like(highest, MAX)
+    codes = blocks * (most / highest)[:, None, :, None]
     whole = to_codes(codes.view(tall * BLOCK, wide * BLOCK)[:N, :K].contiguous())
-    return whole, Fp8Scales(highest / MAX, BLOCK, BLOCK, "group")
+    return whole, Fp8Scales(highest / most, BLOCK, BLOCK, "group")
 
 
 def to_codes(x: Tensor) -> Tensor:

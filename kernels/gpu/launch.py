@@ -87,14 +87,15 @@ def recording(gpu: Gpu) -> Iterator[list[Launch]]:
 
     Operations take their Triton form on every device meanwhile. Not for concurrent threads.
     """
-    before = _recorder.launches, _recorder.gpu, backend.triton_devices
+    before = _recorder.launches, _recorder.gpu, backend.name, backend.triton_devices
     launches: list[Launch] = []
     _recorder.launches, _recorder.gpu = launches, gpu
-    backend.triton_devices = frozenset(("cuda", "meta", "cpu"))
+    # a name, because whoever finds none would choose anew
+    backend.name, backend.triton_devices = "triton", frozenset(("cuda", "meta", "cpu"))
     try:
         yield launches
     finally:
-        _recorder.launches, _recorder.gpu, backend.triton_devices = before
+        _recorder.launches, _recorder.gpu, backend.name, backend.triton_devices = before
 
 
 @contextmanager

@@ -130,7 +130,7 @@ def examples(device: torch.device) -> Iterator[Example]:
                 yield Example(f"skinny bf16 {shape}", skinny, moved, flops, common=common)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _product(
     x, weight, x_scale, w_scale, columns, x_stride, x_scale_stride, x_group_stride, w_scale_stride,
     bias, out, M, N, per_split,
@@ -164,7 +164,7 @@ def _product(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _join(sums, bias, out, count, N, splits, TILE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < count

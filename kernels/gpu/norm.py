@@ -79,10 +79,10 @@ def _launch(
     rows = x.numel() // width if width else 0
     inner, inner_stride = 1, 0
     outer_stride = width
-    if not x.is_contiguous():  # heads of a fused projection, or a slice of one
+    if x.dim() == 3:  # heads of a fused projection, or a slice of one
+        outer_stride, inner, inner_stride = x.stride(0), x.shape[1], x.stride(1)
+    elif not x.is_contiguous():
         outer_stride = x.stride(0)
-        if x.dim() == 3:
-            inner, inner_stride = x.shape[1], x.stride(1)
     tile = triton.next_power_of_2(width)
     if scales is not None:
         tile = max(tile, BLOCK)
@@ -134,7 +134,7 @@ def examples(device: torch.device) -> Iterator[Example]:
                   moved_bytes=4 * heads.numel())  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm(
     x, residual, weight, out, scale, static, total,
     rows, inner, width, outer_stride, inner_stride, groups, eps, offset,

@@ -332,7 +332,7 @@ def _pass(
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "window"])
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "table_stride", "window"])
 def _attention(
     q, k, v, out, parts, part_weights, tables, query_starts, kv_lens, sinks,
     num_seqs, num_tokens, q_stride_token, q_stride_head, table_stride,

@@ -77,7 +77,7 @@ def _splitmix64(x):
     return z ^ (z >> 31)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _row_keys(seeds, choices, positions, keys, count, TILE: tl.constexpr):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = at < count

@@ -202,7 +202,7 @@ def _cuts(
         )
         weight = tl.exp2(_float_of(nucleus) * factor - shift)
         # of equal ones the lowest ids are kept, until the mass is reached
-        ties = tl.maximum(tl.ceil((wanted - above) / weight), 1.0)
+        ties = tl.maximum(tl.ceil(tl.div_rn(wanted - above, weight)), 1.0)
         count = tl.zeros((), tl.float32)
         last = V * 0
         for start in range(0, V, TILE):
@@ -254,7 +254,7 @@ def _draw(
     tl.store(ids + row * tl.num_programs(1) + split, tl.min(tl.where(value == top, token, V - 1)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _join(best, ids, out, splits, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, TILE)
@@ -264,7 +264,7 @@ def _join(best, ids, out, splits, TILE: tl.constexpr):
     tl.store(out + row, chosen.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _count(seen, tokens, num_prompt, num_tokens, length, V, stride, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -273,7 +273,7 @@ def _count(seen, tokens, num_prompt, num_tokens, length, V, stride, TILE: tl.con
     tl.atomic_add(seen + row * V + token, 1, mask=inside & (token >= 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _penalise(
     logits, seen, tokens, num_tokens, presences, frequencies, repetitions, length, V, stride,
     TILE: tl.constexpr,

@@ -47,7 +47,7 @@ def examples(device: torch.device) -> Iterator[Example]:
         yield Example(f"scatter_tokens {count}", scatter, moved_bytes=24 * count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _gather(host_ids, pool, slots, from_pool, out, count, TILE: tl.constexpr):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = at < count
@@ -58,7 +58,7 @@ def _gather(host_ids, pool, slots, from_pool, out, count, TILE: tl.constexpr):
     tl.store(out + at, tl.where(chosen, pooled, given), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _scatter(token_ids, pool, slots, count, TILE: tl.constexpr):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = at < count

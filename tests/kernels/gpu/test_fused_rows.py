@@ -89,6 +89,22 @@ def test_no_rows_are_no_error(device, rows):
     assert fp8.quantize_inputs(x, scales_for("group", 64, device)).codes.shape == (rows, 64)
 
 
+@pytest.mark.parametrize("kind", ["token", "group", "blocks"])
+def test_the_specification_divides_by_no_number(kind, monkeypatch):
+    """On CUDA torch multiplies by a number's reciprocal instead, and a scale is off by a bit."""
+    divisors, divide = [], torch.Tensor.__truediv__
+    monkeypatch.setattr(
+        torch.Tensor, "__truediv__", lambda x, by: divisors.append(by) or divide(x, by)
+    )
+    x = torch.randn(3, 200)
+    if kind == "blocks":
+        fp8.quantize_weight(x, "blocks")
+    else:
+        fp8.quantize_reference(x, scales_for(kind, 200, torch.device("cpu")))
+    assert divisors
+    assert all(isinstance(one, torch.Tensor) for one in divisors)
+
+
 def assert_same_codes(made, expected):
     assert torch.equal(made.codes.view(torch.uint8), expected.codes.view(torch.uint8))
     assert torch.equal(made.scale, expected.scale)
