@@ -24,6 +24,8 @@ from tokenfleet.kernels.rng import gumbel
 
 _PACK = struct.Struct("@7P2q").pack
 """The argument struct of sampling.cpp."""
+_PACK_GREEDY = struct.Struct("@3P2q").pack
+"""That of greedy.cpp."""
 
 BLOCK = 64
 CANDIDATES = 256
@@ -61,6 +63,13 @@ class SamplingRows:
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """(best logit, its id) of each row; ties go to the lowest id, NaN to the first NaN."""
+    library = compiled(logits)
+    if library is not None and logits.dtype == torch.float32 and logits.is_contiguous():
+        values, ids = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
+        library.tf_greedy(
+            _PACK_GREEDY(logits.data_ptr(), values.data_ptr(), ids.data_ptr(), *logits.shape)
+        )
+        return values, ids
     best = logits.max(dim=-1)
     return best.values, best.indices
 
