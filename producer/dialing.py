@@ -68,6 +68,10 @@ async def hang_up(client: Any) -> None:
     """Close a client made here, and what it asked for the way."""
     if isinstance(client, aio.RedisCluster):
         await client.aclose()
+        # a cluster client that has lost a server, and has not looked for the others again by now,
+        # takes itself for closed: its connections are closed here
+        await client.nodes_manager.aclose()
+        await client.nodes_manager.aclose("startup_nodes")
         return
     await client.aclose(close_connection_pool=True)
     if isinstance(client.connection_pool, SentinelConnectionPool):

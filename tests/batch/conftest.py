@@ -37,9 +37,11 @@ def write_lines(path: Path, lines: Iterable[Any]) -> Path:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines that are whole: the last one may just be being written."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
+    *lines, _unfinished = path.read_bytes().split(b"\n")
+    return [json.loads(line) for line in lines if line]
 
 
 def result_of(job: ClaimedJob, text: str) -> JobResult:

@@ -31,6 +31,13 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("wheels")
 
 
+@pytest.fixture(scope="module")
+def empty_python(tmp_path_factory: pytest.TempPathFactory, wheels: Path) -> Path:
+    """The Python of an environment in which nothing is that a peer needs."""
+    environment = Environment("empty", (wheel(wheels, "nothing"),))
+    return environment.ensure(tmp_path_factory.mktemp("peers"), lambda _: None)
+
+
 def can_import(python: Path, name: str) -> bool:
     done = subprocess.run([python, "-c", f"import {name}"], capture_output=True, check=False)
     return done.returncode == 0
@@ -66,17 +73,18 @@ def test_a_package_that_cannot_be_had_is_said_with_its_name(tmp_path: Path) -> N
     [("vllm_child", "vllm", "vllm"), ("llama_child", "llama.cpp", "llama_cpp")],
 )
 def test_a_peers_child_needs_nothing_of_ours_but_its_modules(
-    tmp_path: Path, wheels: Path, module: str, engine: str, missing: str
+    empty_python: Path, module: str, engine: str, missing: str
 ) -> None:
     """In an empty environment it fails for want of the peer, and of nothing before that."""
-    python = Environment("empty", (wheel(wheels, "oneonly"),)).ensure(tmp_path, lambda _: None)
     with our_modules() as links, pytest.raises(BenchFailed, match=f"No module named '{missing}'"):
         Child(
             engine,
             {"model": "m", "dtype": "float32", "slots": 1},
             1,
             Program(
-                f"tokenfleet.worker.bench.peers.{module}", str(python), {"PYTHONPATH": str(links)}
+                f"tokenfleet.worker.bench.peers.{module}",
+                str(empty_python),
+                {"PYTHONPATH": str(links)},
             ),
         )
 

@@ -44,7 +44,7 @@ class Environment:
         if not stamp.exists() or stamp.read_text() != wanted:
             say(f"{self.name}: making an environment in {home} (minutes)")
             shutil.rmtree(home, ignore_errors=True)
-            self._run([sys.executable, "-m", "venv", str(home)])
+            self._run([sys.executable, "-m", "venv", "--without-pip", str(home)])
             self._pip(home, "install", *self.packages)
             if self.remove:
                 self._pip(home, "uninstall", "--yes", *self.remove)
@@ -52,7 +52,9 @@ class Environment:
         return home / "bin" / "python"
 
     def _pip(self, home: Path, *arguments: str) -> None:
-        self._run([str(home / "bin" / "python"), "-m", "pip", "--quiet", *arguments])
+        """Ours works there: a pip of its own in each would take longer than what it installs."""
+        there = str(home / "bin" / "python")
+        self._run([sys.executable, "-m", "pip", "--python", there, "--quiet", *arguments])
 
     def _run(self, command: list[str]) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
