@@ -3,8 +3,8 @@
     .venv/bin/python ops/bench/cpu_profile.py [--threads 2] [--quantization int8] [--json FILE]
 
 Decode steps at batch 1, 8 and 32 (context 564 and more) and one 564-token prompt, SmolLM2-135M.
-Each part is timed around its calls, in a run of its own beside untimed ones: the table's
-total is the untimed step. The floor of a decode step is its bytes (weights once, KV once) over the
+The table's total is the untimed step, of which decodes are replayed as programs. Parts are timed
+around their calls in a run of its own, operation by operation, as is the step beside them. The floor of a decode step is its bytes (weights once, KV once) over the
 measured read rate; that of the prompt its multiplications over the best measured rate of products.
 """
 
@@ -145,8 +145,10 @@ def prompt(draw: random.Random) -> list[int]:
     return [draw.randrange(300, 49_000) for _ in range(PROMPT)]
 
 
-def rows_of_table(engine: Engine, dtype: torch.dtype, quantization: str | None) -> list[Any]:
-    """One entry a workload: measured, parts, floor."""
+def rows_of_table(
+    engine: Engine, single: Engine, dtype: torch.dtype, quantization: str | None
+) -> list[Any]:
+    """One entry a workload: measured, parts, floor. `single` runs operation by operation."""
     clock, reading = Clock(), read_rate()
     products = product_rate(dtype, quantization)
     inner, head = weights_of(engine)
@@ -155,15 +157,15 @@ def rows_of_table(engine: Engine, dtype: torch.dtype, quantization: str | None) 
     kv = engine.core.runner.decoder.kv_bytes_per_block(1)
     found: list[Any] = []
     for name, run in (
-        ("decode 1", lambda c: decode(engine, c, 1)),
-        ("decode 8", lambda c: decode(engine, c, 8)),
-        ("decode 32", lambda c: decode(engine, c, 32)),
-        ("prompt 564", lambda c: prefill(engine, c, random.randrange(10**6))),
+        ("decode 1", lambda e, c: decode(e, c, 1)),
+        ("decode 8", lambda e, c: decode(e, c, 8)),
+        ("decode 32", lambda e, c: decode(e, c, 32)),
+        ("prompt 564", lambda e, c: prefill(e, c, random.randrange(10**6))),
     ):
-        run(None)  # warm
-        plain = [run(None)[0] for _ in range(3)]
+        run(engine, None)  # warm
+        plain = [run(engine, None)[0] for _ in range(3)]
         with clock.watching():
-            _, parts = run(clock)
+            slow, parts = run(single, clock)
         if name.startswith("decode"):
             count = int(name.split()[1])
             floor = (weights + count * kv * (PROMPT + OUTPUT / 2)) / reading
@@ -174,6 +176,7 @@ def rows_of_table(engine: Engine, dtype: torch.dtype, quantization: str | None) 
                 "workload": name,
                 "step_ms": statistics.median(plain) * 1e3,
                 "lowest_ms": min(plain) * 1e3,
+                "one_by_one_ms": slow * 1e3,
                 "parts_ms": {part: spent * 1e3 for part, spent in parts.items()},
                 "floor_ms": floor * 1e3,
             }
@@ -208,14 +211,17 @@ def main() -> None:
     arguments.add_argument("--json", type=Path)
     asked = arguments.parse_args()
     torch.set_num_threads(asked.threads)
-    engine = Engine(
-        EngineConfig(
-            prepare_smollm2(), max_num_seqs=32, max_num_batched_tokens=1024, prefix_cache=False,
-            quantization=asked.quantization,
+    engine, single = (
+        Engine(
+            EngineConfig(
+                prepare_smollm2(), max_num_seqs=32, max_num_batched_tokens=1024,
+                prefix_cache=False, quantization=asked.quantization, enforce_eager=one_by_one,
+            )
         )
+        for one_by_one in (False, True)
     )  # fmt: skip
     dtype = engine.core.runner.decoder.dtype
-    machine, rows = rows_of_table(engine, dtype, asked.quantization)
+    machine, rows = rows_of_table(engine, single, dtype, asked.quantization)
     report = {
         "dtype": str(dtype).removeprefix("torch."), "quantization": asked.quantization,
         "threads": asked.threads, "torch": torch.__version__, "machine": machine, "rows": rows,
@@ -228,17 +234,19 @@ def main() -> None:
         f"{report['dtype']} {report['quantization'] or ''}: read {machine['read_gb_s']:.1f} GB/s, "
         f"products {machine['product_gflop_s']:.0f} GFLOP/s"
     )
-    print("| | step ms | floor ms | x floor | " + " | ".join(names) + " | rest |")
-    print("|---" * (len(names) + 5) + "|")
+    print("| | step ms | floor ms | x floor | one by one | " + " | ".join(names) + " | rest |")
+    print("|---" * (len(names) + 6) + "|")
     for row in rows:
         parts = {"products": 0.0, **row["parts_ms"]}
         parts["gate"] = parts.pop("MLP", 0.0) - parts.get("products in MLP", 0.0)
         parts["products"] += parts.pop("products in MLP", 0.0)
         cells = [f"{parts.get(name, 0.0):.2f}" for name in names]
-        rest = row["step_ms"] - sum(parts.values())
+        rest = row["one_by_one_ms"] - sum(parts.values())
         print(
             f"| {row['workload']} | {row['step_ms']:.1f} | {row['floor_ms']:.1f} | "
-            f"{row['step_ms'] / row['floor_ms']:.2f} | " + " | ".join(cells) + f" | {rest:.2f} |"
+            f"{row['step_ms'] / row['floor_ms']:.2f} | {row['one_by_one_ms']:.1f} | "
+            + " | ".join(cells)
+            + f" | {rest:.2f} |"
         )
 
 
