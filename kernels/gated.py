@@ -7,13 +7,13 @@ between the two where the C++ form runs.
 import struct
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from tokenfleet.kernels.activation import gelu_tanh_mul, silu_mul
 from tokenfleet.kernels.backend import DTYPE_CODES, compiled
 from tokenfleet.kernels.fp8 import Fp8Rows
 from tokenfleet.kernels.linear import PackedWeight, linear
+from tokenfleet.kernels.workspace import new_result
 
 _PACK = struct.Struct("@2P5q").pack  # what gated.cpp takes after the weight
 
@@ -34,7 +34,7 @@ def gated_linear(
     if library is None or not _fits(x, packed):
         return reference(x, packed, gate)
     rows = x.shape[0]
-    out = torch.empty((rows, packed.out_features // 2), dtype=x.dtype)
+    out = new_result((rows, packed.out_features // 2), x.dtype)
     function = library.tf_gated_bf16 if packed.layout == "blocks" else library.tf_gated_int8
     function(
         packed.packed

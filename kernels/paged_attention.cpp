@@ -28,7 +28,10 @@ struct Plan {
         first_partial.push_back(partials);
     }
     void add_chunk(const Problem& p, int64_t s) {
-        int64_t length = p.query_len(s), block = ROWS / p.group() > 0 ? ROWS / p.group() : 1;
+        const int64_t length = p.query_len(s), group = p.group();
+        // a taller block packs its keys for more rows; the result of a row is the same in any
+        const int64_t rows = chunks_on_tiles(p) && length * group > 2 * TALL_ROWS ? TALL_ROWS : ROWS;
+        const int64_t block = rows / group > 0 ? rows / group : 1;
         for (int64_t begin = (length - 1) / block * block; begin >= 0; begin -= block)  // longest first
             for (int32_t h = 0; h < p.kv_heads; h++)
                 items.push_back({(int32_t)s, h, begin, begin + block < length ? begin + block : length, -1});

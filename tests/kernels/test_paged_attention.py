@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tokenfleet.kernels import backend as backend_module
-from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool, paged_attention
+from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool, paged_attention, reference
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -142,3 +142,28 @@ def test_compiled_result_has_the_same_bits_in_any_batch_on_any_number_of_threads
                 max_kv_len=lens[1][s],
             )
             assert torch.equal(paged_attention(q[row], paged.pool, alone, scale=0.125), whole[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 70, "softcap": 20.0}], ids=["plain", "window"])
+def test_however_a_prompt_is_cut_its_rows_have_the_same_bits(make_paged, dtype, options):
+    paged = make_paged([300], [310], dtype=dtype)
+    q = torch.randn(300, 9, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    with backend_module.using("cpp"):
+        whole = paged_attention(q, paged.pool, paged.batch, scale=0.125, **options)
+        for begin, end in ((0, 90), (90, 300), (37, 39)):
+            chunk = AttentionBatch(
+                query_starts=torch.tensor([0, end - begin], dtype=torch.int32),
+                kv_lens=torch.tensor([10 + end], dtype=torch.int32),
+                block_tables=paged.batch.block_tables,
+                slots=paged.batch.slots[begin:end],
+                positions=paged.batch.positions[begin:end],
+                num_decodes=0,
+                max_query_len=end - begin,
+                max_kv_len=10 + end,
+            )
+            part = paged_attention(q[begin:end], paged.pool, chunk, scale=0.125, **options)
+            assert torch.equal(part, whole[begin:end])
+    expected = reference(q, paged.pool, paged.batch, scale=0.125, **options)
+    close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    torch.testing.assert_close(whole, expected, **close)
