@@ -89,6 +89,14 @@ class Keys:
         """Stream of released and reclaimed jobs of that class, read before `queue`."""
         return f"{self.prefix}:q:{model}:{priority}:front"
 
+    def streams(self, model: str) -> list[str]:
+        """All streams of a model, the most urgent class first, each `front` before its `queue`."""
+        return [
+            key
+            for priority in PRIORITIES
+            for key in (self.front(model, priority), self.queue(model, priority))
+        ]
+
     def job(self, job_id: str) -> str:
         """Hash: the job. The authority over everything else."""
         return f"{self.prefix}:j:{job_id}"

@@ -51,7 +51,8 @@ class ChoiceState:
             self.token_ids += event.token_ids
             self.text += event.text
             if event.logprobs is not None:
-                self.logprobs = [*(self.logprobs or ()), *event.logprobs]
+                self.logprobs = self.logprobs or []
+                self.logprobs += event.logprobs
             self.finish_reason = event.finish_reason or self.finish_reason
             self.stop = self.stop if event.stop is None else event.stop
         if self.finish_reason or not self.token_ids:
@@ -67,14 +68,18 @@ class ChoiceState:
         self.text += fresh
         return fresh
 
-    def push(self, token_ids: Sequence[int], reason: str | None) -> tuple[str, int, str | None]:
-        """New tokens: their text, how many of them count, and the stop text that matched."""
+    def push(
+        self, token_ids: Sequence[int], reason: str | None
+    ) -> tuple[str, Sequence[int], str | None]:
+        """New tokens: their text, those of them that count, and the stop text that matched."""
         delta = self.stream.push(token_ids, ended=reason is not None)
-        text = delta.text
+        text, count = delta.text, delta.num_tokens
         if self.skip_chars:
             skipped = min(self.skip_chars, len(text))
             self.skip_chars -= skipped
             text = text[skipped:]
-        self.token_ids += token_ids[: delta.num_tokens]
+        if count != len(token_ids):
+            token_ids = token_ids[:count]
+        self.token_ids += token_ids
         self.text += text
-        return text, delta.num_tokens, delta.stop
+        return text, token_ids, delta.stop

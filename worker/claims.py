@@ -6,9 +6,10 @@ there is one, is the last and carries no token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from tokenfleet.producer.errors import TokenfleetError
 from tokenfleet.producer.protocol import Event, JobRequest, JobResult, State
@@ -54,14 +55,25 @@ class ClaimedJob:
     entry: str = field(repr=False, default="")
 
 
-@dataclass(frozen=True, slots=True)
-class Emission:
+class Loggable(Protocol):
+    """An event as far as the log is concerned: an Event, or what a worker has packed already."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def final(self) -> bool: ...
+    def pack(self) -> bytes: ...
+
+
+class Emission(NamedTuple):
     """New events of one job. They follow each other from start_offset without a gap."""
 
     job_id: str
     attempt: int
     start_offset: int
-    events: tuple[Event, ...]
+    events: Sequence[Loggable]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,27 +112,30 @@ def claimed_job(raw: Sequence[Any], now_ms: int) -> ClaimedJob:
     )
 
 
-def outcome_of(codes: Mapping[str, int], logged: Mapping[str, int]) -> EmitOutcome:
-    """What emit's codes mean."""
+def outcome_of(codes: Sequence[tuple[str, int, int]]) -> EmitOutcome:
+    """What emit said, as job id, bits and offset that the log ends at."""
 
     def having(bits: int) -> frozenset[str]:
-        return frozenset(job_id for job_id, code in codes.items() if code & bits)
+        return frozenset(job_id for job_id, code, _ in codes if code & bits)
 
     return EmitOutcome(
         fenced=having(FENCED),
         behind=having(BEHIND),
         cancelled=having(CANCELLED | EXPIRED),
         expired=having(EXPIRED),
-        logged=logged,
+        logged={job_id: offset for job_id, code, offset in codes if code & BEHIND},
     )
 
 
-def flat(events: Iterable[Event]) -> list[Any]:
+def flat(events: Iterable[Loggable]) -> list[Any]:
     """Events as the scripts take them: offset after each, then its payload."""
-    return [part for event in events for part in (event.end, event.pack())]
+    parts: list[Any] = []
+    for event in events:
+        parts += (event.end, event.pack())
+    return parts
 
 
-def split_final(events: Sequence[Event]) -> tuple[Sequence[Event], bytes]:
+def split_final(events: Sequence[Loggable]) -> tuple[Sequence[Loggable], bytes]:
     """The events before the end, and the packed terminal event; empty when there is none.
 
     A terminal event with tokens becomes two: the log's ids tell tokens and ends apart.
@@ -128,6 +143,7 @@ def split_final(events: Sequence[Event]) -> tuple[Sequence[Event], bytes]:
     if not events or not events[-1].final:
         return events, b""
     final = events[-1]
+    assert isinstance(final, Event)  # nothing else knows that it is the last
     if not final.token_ids:
         return events[:-1], final.pack()
     tokens = replace(final, final=False, error=None)
@@ -156,3 +172,19 @@ def by_partition(items: Iterable[Item], job_id: Callable[[Item], str]) -> dict[i
 def text(value: Any) -> str:
     """A reply that is text."""
     return value.decode() if isinstance(value, bytes) else str(value)
+
+
+async def together(calls: Sequence[Awaitable[Item]]) -> list[Item]:
+    """The results of calls to several partitions, made at once.
+
+    Raises the first error, once all have ended.
+    """
+    if len(calls) == 1:
+        return [await calls[0]]
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    done: list[Item] = []
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+        done.append(one)
+    return done

@@ -6,6 +6,7 @@ Invariant: nothing here touches a job.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 from redis.exceptions import ResponseError
 
@@ -13,7 +14,7 @@ from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import BrokerUnsupported
 from tokenfleet.producer.keys import GROUP
 from tokenfleet.producer.scripts import load
-from tokenfleet.worker.claims import text
+from tokenfleet.worker.claims import text, together
 
 HEARTBEAT = load("tokenfleet.worker.lua", "heartbeat")
 
@@ -26,12 +27,14 @@ class Groups:
 
     async def ensure(self, streams: Iterable[str]) -> None:
         """Make streams and groups that are not there. A group starts at the first entry."""
-        for stream in streams:
-            try:
-                await self._connection.execute("XGROUP CREATE", stream, GROUP, "0", "MKSTREAM")
-            except ResponseError as error:
-                if not str(error).startswith("BUSYGROUP"):
-                    raise
+        await together([self._ensure(stream) for stream in streams])
+
+    async def _ensure(self, stream: str) -> None:
+        try:
+            await self._connection.execute("XGROUP CREATE", stream, GROUP, "0", "MKSTREAM")
+        except ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):
+                raise
 
     async def policy_warnings(self) -> list[str]:
         """What is dangerous in the server's settings, as sentences; empty where one may not ask."""
@@ -50,33 +53,35 @@ class Groups:
 
         From lengths and pending entries: the group's own lag is wrong after a delete.
         """
-        total = 0
-        for stream in streams:
-            length = int(await self._connection.execute("XLEN", stream))
-            total += max(0, length - sum((await self._held(stream)).values()))
-        return total
+        return sum(await together([self._waiting(stream) for stream in streams]))
+
+    async def _waiting(self, stream: str) -> int:
+        length = int(await self._connection.execute("XLEN", stream))
+        return max(0, length - sum((await self._held(stream)).values()))
 
     async def leave(self, streams: Iterable[str], worker_id: str) -> None:
         """Take the worker's name off the groups in which it holds nothing."""
-        for stream in streams:
-            if (await self._held(stream)).get(worker_id, 0) == 0:
-                try:
-                    await self._connection.execute("XGROUP DELCONSUMER", stream, GROUP, worker_id)
-                except ResponseError:
-                    continue  # the group or its stream is gone, and the name with it
+        await together([self._leave(stream, worker_id) for stream in streams])
+
+    async def _leave(self, stream: str, worker_id: str) -> None:
+        if (await self._held(stream)).get(worker_id, 0) == 0:
+            with suppress(ResponseError):  # the group or its stream is gone, and the name with it
+                await self._connection.execute("XGROUP DELCONSUMER", stream, GROUP, worker_id)
 
     async def heartbeat(
         self, worker_id: str, line: Mapping[str, str | int | float], *, ttl_ms: int
     ) -> int:
         """Write the worker's line for `ttl_ms`; 0 takes it away. Returns the server's ms."""
         values = [part for pair in line.items() for part in pair]
-        now = 0
-        for partition in range(self._connection.partitions):
+
+        async def beat(partition: int) -> int:
             names = self._connection.keys(partition)
             keys = [names.workers, names.worker(worker_id)]
             args = [worker_id, ttl_ms, *values]
             now = await self._connection.run(HEARTBEAT, partition, keys, args, patience_s=0.5)
-        return now
+            return int(now)
+
+        return max(await together([beat(p) for p in range(self._connection.partitions)]))
 
     async def _held(self, stream: str) -> dict[str, int]:
         """Entries held in the group, by worker."""

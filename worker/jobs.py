@@ -6,9 +6,8 @@
 
 A leaving job hears nothing more of its engine: that says "cancelled" of what was only taken away.
 
-Every output token of the job is in exactly one place: the log, the batch of events on its way
-there (`in_flight`), or the drafts behind it. The three follow each other without a gap, and events
-once numbered stay as they are, so that a call whose reply was lost can be made again.
+Every output token of the job is in exactly one place: the log, the batch of entries on its way
+there (`in_flight`), or the drafts behind it (drafts.py). The three follow each other without a gap.
 """
 
 from __future__ import annotations
@@ -16,19 +15,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from tokenfleet.engine.request import EngineRequest
 from tokenfleet.producer.keys import partition_of
-from tokenfleet.producer.protocol import Choice, Event, EventError, JobResult, Timings, Usage
+from tokenfleet.producer.protocol import Choice, EventError, JobResult, Timings, Usage
 from tokenfleet.worker.choices import ChoiceState, TextStream
+from tokenfleet.worker.drafts import Draft, Entry
 from tokenfleet.worker.engine_link.engine_process import StepEvent
 from tokenfleet.worker.queue import ClaimedJob
-
-ABORTED = ("cancelled", "expired", "error")
-"""Finish reasons that make no result."""
 
 
 class Stage(StrEnum):
@@ -50,18 +47,6 @@ MOVES: dict[Stage, frozenset[Stage]] = {
     Stage.ENDED: frozenset({Stage.GONE}),
     Stage.GONE: frozenset(),
 }
-
-
-@dataclass(slots=True)
-class _Draft:
-    """New output of one choice that has no offset yet."""
-
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    logprobs: list[Any] = field(default_factory=list)
-    prompt_logprobs: tuple[Any, ...] | None = None
-    finish_reason: str | None = None
-    stop: str | int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +84,17 @@ class Job:
         self.choices: list[ChoiceState] = []
         self.logged = claimed.offset
         """Output tokens in the log, all choices together."""
-        self.in_flight: tuple[Event, ...] = ()
-        """Events handed to Redis whose reply has not come."""
-        self.history = list(claimed.logged)
-        """Events in the log, as they were logged: Redis may have to be told again."""
+        self.in_flight: tuple[Entry, ...] = ()
+        """Entries handed to Redis whose reply has not come."""
+        self.history = [Entry.of(event) for event in claimed.logged]
+        """What is in the log, as it was logged: Redis may have to be told again."""
         self.suspended = False
         """Whether nothing may be published: it is being found out whose the job is."""
         self.timer: asyncio.TimerHandle | None = None
         """Goes off at the deadline."""
         self.first_token_at: float | None = None
         """Monotonic, in this attempt."""
-        self._drafts: dict[int, _Draft] = {}
+        self._drafts: dict[int, Draft] = {}
         self._prompt_logprobs: tuple[Any, ...] | None = next(
             (e.prompt_logprobs for e in claimed.logged if e.prompt_logprobs is not None), None
         )
@@ -174,26 +159,32 @@ class Job:
 
         Returns: True when a stop text ended the choice, which the engine does not know yet.
         """
-        choice = self.choices[event.choice]
+        index, reason = event.choice, event.finish_reason
+        choice = self.choices[index]
         if choice.finish_reason is not None or self.stage is not Stage.RUNNING:
             return False
-        text, count, stop = choice.push(event.token_ids, event.finish_reason)
-        draft = self._draft(event.choice)
-        draft.token_ids += event.token_ids[:count]
+        text, token_ids, stop = choice.push(event.token_ids, reason)
+        draft = self._draft(index)
+        draft.token_ids += token_ids
         draft.text += text
         if event.logprobs is not None:
-            draft.logprobs += event.logprobs[:count]
-            choice.logprobs = [*(choice.logprobs or ()), *event.logprobs[:count]]
+            kept = event.logprobs[: len(token_ids)]
+            draft.add_logprobs(kept)
+            choice.logprobs = choice.logprobs or []
+            choice.logprobs += kept
         if event.prompt_logprobs is not None and self._prompt_logprobs is None:
-            self._prompt_logprobs = draft.prompt_logprobs = tuple(event.prompt_logprobs)
-        if count and self.first_token_at is None:
+            self._prompt_logprobs = tuple(event.prompt_logprobs)
+            draft.add(prompt_logprobs=self._prompt_logprobs)
+        if self.first_token_at is None and token_ids:
             self.first_token_at = time.monotonic()
         if event.error is not None:
             self.end(Ending("failed", EventError("engine_error", event.error)))
-        reason = "stop" if stop is not None else event.finish_reason
+        if stop is not None:
+            reason = "stop"
         if reason is not None:
-            choice.finish_reason = draft.finish_reason = reason
-            choice.stop = draft.stop = self._what_stopped(choice, stop, reason)
+            choice.finish_reason = reason
+            choice.stop = self._what_stopped(choice, stop, reason)
+            draft.add(finish_reason=reason, stop=choice.stop)
             self._end_if_done()
         return stop is not None and event.finish_reason is None
 
@@ -204,21 +195,19 @@ class Job:
         self.ending = ending
         self.move(Stage.ENDED)
 
-    def take(self) -> tuple[Event, ...]:
-        """All events that are not known to be logged: those whose reply was lost, then the drafts.
-
-        Events that were handed out once keep their boundaries: the log tells by them what it has.
-        """
+    def take(self) -> tuple[Entry, ...]:
+        """All that is not known to be logged: entries whose reply was lost, then the drafts."""
         if self._drafts:
-            start = self.logged + sum(len(event.token_ids) for event in self.in_flight)
-            self.in_flight = (*self.in_flight, *self._number(start))
+            entries = self._number(self.in_flight[-1].end if self.in_flight else self.logged)
+            self.in_flight = (*self.in_flight, *entries)
         return self.in_flight
 
     def arrived(self) -> None:
-        """The events that `take` gave are in the log."""
-        self.logged += sum(len(event.token_ids) for event in self.in_flight)
-        self.history += self.in_flight
-        self.in_flight = ()
+        """The entries that `take` gave are in the log."""
+        if self.in_flight:
+            self.logged = self.in_flight[-1].end
+            self.history += self.in_flight
+            self.in_flight = ()
 
     @property
     def adoptable(self) -> bool:
@@ -266,33 +255,21 @@ class Job:
             total_s=waited + now - self.claimed_at,
         )
 
-    def _draft(self, choice: int) -> _Draft:
+    def _draft(self, choice: int) -> Draft:
         draft = self._drafts.get(choice)
         if draft is None:
-            draft = self._drafts[choice] = _Draft()
+            draft = self._drafts[choice] = Draft()
         return draft
 
-    def _number(self, offset: int) -> tuple[Event, ...]:
-        events = []
+    def _number(self, offset: int) -> list[Entry]:
+        entries = []
         for choice, draft in self._drafts.items():
-            if draft == _Draft():
-                continue
-            events.append(
-                Event(
-                    offset=offset,
-                    choice=choice,
-                    attempt=self.claimed.attempt,
-                    token_ids=tuple(draft.token_ids),
-                    text=draft.text,
-                    finish_reason=draft.finish_reason,
-                    logprobs=tuple(draft.logprobs) if draft.logprobs else None,
-                    prompt_logprobs=draft.prompt_logprobs,
-                    stop=draft.stop,
-                )
-            )
-            offset += len(draft.token_ids)
+            entry = draft.entry(offset, choice, self.claimed.attempt)
+            if entry is not None:
+                entries.append(entry)
+                offset = entry.end
         self._drafts.clear()
-        return tuple(events)
+        return entries
 
     def _what_stopped(self, choice: ChoiceState, stop: str | None, reason: str) -> str | int | None:
         if stop is not None:

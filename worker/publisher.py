@@ -111,13 +111,10 @@ class Publisher:
             yield
 
     async def _flush(self) -> bool:
-        jobs, self._dirty = [job for job in self._dirty.values() if not job.suspended], {}
+        jobs, self._dirty = self._dirty.values(), {}
         started = self._last_flush = time.monotonic()
-        calls = [self._finish(job) for job in jobs if job.stage is Stage.ENDED]
-        calls += [
-            self._emit(group)
-            for group in _by_partition(job for job in jobs if job.stage in _LOGGING)
-        ]
+        ended, groups = _sorted(jobs)
+        calls = [self._finish(job) for job in ended] + [self._emit(group) for group in groups]
         if not calls:
             return True
         done = [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
@@ -151,9 +148,14 @@ class Publisher:
             for job in sent:
                 self.touch(job)
             return False
+        told = outcome.fenced | outcome.behind | outcome.cancelled
         for job in sent:
-            if job.stage is not Stage.GONE:
+            if job.stage is Stage.GONE:
+                continue
+            if job.id in told:
                 self._settle(job, outcome)
+            else:
+                job.arrived()
         return True
 
     async def _emit_one_by_one(self, jobs: list[Job], error: Exception) -> bool:
@@ -200,8 +202,18 @@ class Publisher:
         return True
 
 
-def _by_partition(jobs: Iterable[Job]) -> list[list[Job]]:
+def _sorted(jobs: Iterable[Job]) -> tuple[list[Job], list[list[Job]]]:
+    """Jobs to finish, and those to emit for by their partition; suspended ones are neither."""
+    ended: list[Job] = []
     groups: dict[int, list[Job]] = {}
     for job in jobs:
-        groups.setdefault(job.partition, []).append(job)
-    return list(groups.values())
+        if job.suspended:
+            continue
+        if job.stage in _LOGGING:
+            group = groups.get(job.partition)
+            if group is None:
+                group = groups[job.partition] = []
+            group.append(job)
+        elif job.stage is Stage.ENDED:
+            ended.append(job)
+    return ended, list(groups.values())

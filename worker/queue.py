@@ -11,45 +11,35 @@ Invariant: nothing here changes a job whose attempt is not the one it was claime
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from tokenfleet.producer.connection import Broker, Connection
 from tokenfleet.producer.keys import PRIORITIES, check_name, partition_of
-from tokenfleet.producer.protocol import Event, EventError, JobResult, State
+from tokenfleet.producer.protocol import EventError, JobResult, State
 from tokenfleet.producer.scripts import Script, load
 from tokenfleet.worker.claims import (
-    BEHIND,
     FENCED,
     ClaimedJob,
     Emission,
     EmitOutcome,
     LogBehind,
+    Loggable,
     by_partition,
-    flat,
-    last_reason,
-    outcome_of,
-    split_final,
     text,
+    together,
 )
 from tokenfleet.worker.groups import Groups
+from tokenfleet.worker.job_log import PATIENCE_S, JobLog
 from tokenfleet.worker.priorities import ClassOrder
+from tokenfleet.worker.rescue import Rescue
 from tokenfleet.worker.taker import Taker
 
 __all__ = ["ClaimedJob", "Emission", "EmitOutcome", "JobQueue", "LogBehind"]
 
-EMIT, RENEW, FINISH, RELEASE, FAIL, RECLAIM, PHANTOMS, REPAIR, ADOPT = (
-    load("tokenfleet.worker.lua", name)
-    for name in (
-        *("emit", "renew", "finish", "release"),
-        *("fail", "reclaim", "phantoms", "repair", "adopt"),
-    )
+RENEW, RELEASE, FAIL = (
+    load("tokenfleet.worker.lua", name) for name in ("renew", "release", "fail")
 )
-
-PATIENCE_S = 0.5
-"""How long a call that may be repeated is repeated over a lost connection."""
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 60.0
 
@@ -89,7 +79,21 @@ class JobQueue:
         self._uniform = uniform
         self._groups = Groups(self._connection)
         self._first_partition = 0
-        self._rank: Counter[int] = Counter()
+        self._log = JobLog(
+            self._connection,
+            worker_id=worker_id,
+            model_name=model_name,
+            lease_ms=self._lease_ms,
+            ttls=self._ttls,
+        )
+        self._rescue = Rescue(
+            self._connection,
+            worker_id=worker_id,
+            model_name=model_name,
+            lease_ms=self._lease_ms,
+            max_failures=max_failures,
+            ttls=self._ttls,
+        )
         self._taker = Taker(
             self._connection,
             worker_id=worker_id,
@@ -98,7 +102,7 @@ class JobQueue:
             ttls=self._ttls,
             order=order or ClassOrder(),
             bury=self._bury,
-            regrouped=self._restart_repair,
+            regrouped=self._rescue.restart_repair,
         )
 
     @property
@@ -140,41 +144,24 @@ class JobQueue:
 
     async def renew(self, jobs: Iterable[ClaimedJob]) -> frozenset[str]:
         """Extend the leases. Returns the ids that are not this worker's any more."""
-        lost: set[str] = set()
-        for partition, group in by_partition(list(jobs), lambda job: job.id).items():
-            keys = [self._connection.keys(partition).job(job.id) for job in group]
-            args = [self.worker_id, *(part for job in group for part in (job.id, job.attempt))]
-            codes = await self._run(RENEW, partition, keys, args)
-            lost.update(job.id for job, code in zip(group, codes) if code & FENCED)
-        return frozenset(lost)
+        groups = by_partition(list(jobs), lambda job: job.id)
+        found = await together([self._renew_in(*group) for group in groups.items()])
+        return frozenset().union(*found)
+
+    async def _renew_in(self, partition: int, group: Sequence[ClaimedJob]) -> set[str]:
+        keys = [self._connection.keys(partition).job(job.id) for job in group]
+        args = [self.worker_id, *(part for job in group for part in (job.id, job.attempt))]
+        codes = await self._run(RENEW, partition, keys, args)
+        return {job.id for job, code in zip(group, codes) if code & FENCED}
 
     async def emit(self, emissions: Sequence[Emission]) -> EmitOutcome:
         """Log and announce; one call per partition. Repeating it does no harm."""
-        codes: dict[str, int] = {}
-        logged: dict[str, int] = {}
-        for partition, group in self._by_partition(emissions).items():
-            keys = [self._connection.keys(partition).job(group[0].job_id)]
-            args: list[Any] = []
-            for one in group:  # 256 jobs, 40 times a second: one pass, few objects
-                start = f"{one.job_id} {one.attempt} {one.start_offset} "
-                events = one.events
-                if len(events) == 1:
-                    args += (f"{start}{events[0].end}", events[0].pack())
-                else:
-                    args.append(start + " ".join([str(event.end) for event in events]))
-                    args += [event.pack() for event in events]
-            reply = await self._run(EMIT, partition, keys, args)
-            for position, code, offset in zip(*[iter(reply)] * 3):
-                job_id = group[position - 1].job_id
-                codes[job_id] = code
-                if code & BEHIND:
-                    logged[job_id] = offset
-        return outcome_of(codes, logged)
+        return await self._log.emit(emissions)
 
     async def finish(
         self,
         job: ClaimedJob,
-        events: Sequence[Event],
+        events: Sequence[Loggable],
         result: JobResult | None,
         *,
         state: str = "finished",
@@ -186,18 +173,7 @@ class JobQueue:
         `cancelled` becomes `expired` where nobody asked to cancel and the deadline has passed.
         Raises LogBehind when the log does not reach the first event.
         """
-        before, final = split_final(events)
-        names = self._connection.keys(partition_of(job.id))
-        args: list[Any] = [job.id, job.attempt, State(state).value]
-        args += [b"" if result is None else replace(result, worker=self.worker_id).pack()]
-        args += ["", ""] if error is None else [error.code, error.message]
-        args += [*self._ttls, final, last_reason(State(state), result)]
-        args += [events[0].offset if events else "", *flat(before)]
-        keys = [names.job(job.id), names.events(job.id)]
-        code, detail = await self._run(FINISH, names.partition, keys, args)
-        if code == BEHIND:
-            raise LogBehind(job.id, int(detail))
-        return bool(code)
+        return await self._log.finish(job, events, result, state=State(state), error=error)
 
     async def release(
         self, jobs: Iterable[ClaimedJob], reason: str, *, preempted: bool = False
@@ -207,14 +183,20 @@ class JobQueue:
         `reason` is for the caller's log; the job does not keep it. `preempted`: they make way for
         more urgent ones, which the job counts.
         """
-        released: set[str] = set()
-        for partition, group in by_partition(list(jobs), lambda job: job.id).items():
-            keys = [self._connection.keys(partition).job(job.id) for job in group]
-            args: list[Any] = [*self._ttls, int(preempted)]
-            args += [part for job in group for part in (job.id, job.attempt)]
-            done = await self._run(RELEASE, partition, keys, args)
-            released.update(job.id for job, mine in zip(group, done) if mine)
-        return frozenset(released)
+        groups = by_partition(list(jobs), lambda job: job.id)
+        found = await together(
+            [self._release_in(*group, preempted=preempted) for group in groups.items()]
+        )
+        return frozenset().union(*found)
+
+    async def _release_in(
+        self, partition: int, group: Sequence[ClaimedJob], *, preempted: bool
+    ) -> set[str]:
+        keys = [self._connection.keys(partition).job(job.id) for job in group]
+        args: list[Any] = [*self._ttls, int(preempted)]
+        args += [part for job in group for part in (job.id, job.attempt)]
+        done = await self._run(RELEASE, partition, keys, args)
+        return {job.id for job, mine in zip(group, done) if mine}
 
     async def fail(
         self, job: ClaimedJob, code: str, message: str, *, retryable: bool
@@ -226,62 +208,42 @@ class JobQueue:
         """
         return await self._fail(job.id, job.attempt, code, message, retryable=retryable)
 
-    async def adopt(self, job: ClaimedJob, events: Sequence[Event]) -> ClaimedJob | None:
+    async def adopt(self, job: ClaimedJob, events: Sequence[Loggable]) -> ClaimedJob | None:
         """Give Redis back a job that it has forgotten while it ran here (FLUSHALL).
 
         `events`: all that had been logged, as they were logged. Returns the job under its new
-        attempt, to go on with; None when Redis knows the job: it is another's then.
+        attempt, to go on with (`logged` stays what the claim brought); None when Redis knows the
+        job: it is another's then.
         """
-        names = self._connection.keys(partition_of(job.id))
-        request, stream = job.request, names.queue(self.model_name, job.priority)
-        keys = [names.job(job.id), names.events(job.id), stream]
-        keys += [names.live(self.model_name), names.deadline]
-        args: list[Any] = [job.id, self.worker_id, self._lease_ms, job.attempt]
-        args += [request.pack(1 << 62), request.model, job.priority, request.tenant]
-        args += [job.deadline_ms or 0, job.submitted_ms]
-        args += ["" if request.max_failures is None else request.max_failures]
-        args += [request.on_disconnect, *flat(events)]
-        attempt = await self._run(ADOPT, names.partition, keys, args)
-        if not attempt:
-            return None
-        offset = events[-1].end if events else 0
-        return replace(
-            job, attempt=attempt, offset=offset, logged=tuple(events), failures=0, stream=stream
-        )
+        return await self._log.adopt(job, events)
 
     async def reclaim(self, limit: int = 100) -> int:
         """Move on jobs whose lease or deadline is over, in all classes. Returns how many."""
-        moved = 0
-        for partition in self._partitions():
-            args = [self._lease_ms, limit, self._max_failures, *self._ttls]
-            moved += await self._run(RECLAIM, partition, self._streams(partition), args)
-            await self.repair(partition, limit)
-        return moved
+        return sum(await together([self._rescue.reclaim(p, limit) for p in self._partitions()]))
 
     async def repair(self, partition: int = 0, count: int = 100) -> int:
         """Look at the next `count` live jobs; those that lost their queue entry get a new one."""
-        keys = [self._connection.keys(partition).live(self.model_name)]
-        args = [self._rank[partition], count]
-        self._rank[partition], put_back = await self._run(REPAIR, partition, keys, args)
-        return int(put_back)
+        return await self._rescue.repair(partition, count)
 
     async def release_phantoms(self, known_ids: Collection[str]) -> frozenset[str]:
         """Release what this worker holds and does not know. No claim may be in flight."""
-        released: set[str] = set()
-        for partition in self._partitions():
-            args = [self.worker_id, *self._ttls, *known_ids]
-            ids = await self._run(PHANTOMS, partition, self._streams(partition), args)
-            released.update(job_id.decode() for job_id in ids)
-        return frozenset(released)
+        calls = [self._rescue.release_phantoms(p, known_ids) for p in self._partitions()]
+        return frozenset().union(*await together(calls))
 
     async def backlog(self) -> dict[str, int]:
         """Jobs waiting to be claimed, per class, `:front` included; running ones not counted."""
-        counts = dict.fromkeys(PRIORITIES, 0)
-        for partition in self._partitions():
-            for priority in PRIORITIES:
-                counts[priority] += await self._groups.waiting(self._pair(partition, priority))
-                counts[priority] += await self._held_back(partition, priority)
-        return counts
+        found = await together([self._backlog_in(p) for p in self._partitions()])
+        return {name: sum(counts[name] for counts in found) for name in PRIORITIES}
+
+    async def _backlog_in(self, partition: int) -> dict[str, int]:
+        names, model = self._connection.keys(partition), self.model_name
+        return {
+            priority: await self._groups.waiting(
+                [names.front(model, priority), names.queue(model, priority)]
+            )
+            + await self._held_back(partition, priority)
+            for priority in PRIORITIES
+        }
 
     async def _held_back(self, partition: int, priority: str) -> int:
         """Jobs in the backlogs of tenants with limits."""
@@ -311,10 +273,6 @@ class JobQueue:
     async def _bury(self, job_id: str, attempt: int, reason: str) -> None:
         await self._fail(job_id, attempt, "undecodable", reason, retryable=False, bury=True)
 
-    def _restart_repair(self, partition: int) -> None:
-        """Groups were gone there: look at all live jobs again, from the first."""
-        self._rank[partition] = 0
-
     async def _fail(
         self,
         job_id: str,
@@ -333,33 +291,16 @@ class JobQueue:
         state = text(await self._run(FAIL, names.partition, keys, args))
         return State(state) if state else None
 
-    async def _run(
-        self,
-        script: Script,
-        partition: int,
-        keys: list[str],
-        args: list[Any],
-        *,
-        patience_s: float = PATIENCE_S,
-    ) -> Any:
-        return await self._connection.run(script, partition, keys, args, patience_s=patience_s)
-
-    def _by_partition(self, emissions: Sequence[Emission]) -> dict[int, Sequence[Emission]]:
-        if self._connection.partitions == 1:
-            return {0: emissions}
-        return dict(by_partition(emissions, lambda one: one.job_id))
+    async def _run(self, script: Script, partition: int, keys: list[str], args: list[Any]) -> Any:
+        return await self._connection.run(script, partition, keys, args, patience_s=PATIENCE_S)
 
     def _partitions(self) -> list[int]:
         """All partitions, beginning with another one after each claim."""
         first, total = self._first_partition, self._connection.partitions
         return [(first + step) % total for step in range(total)]
 
-    def _pair(self, partition: int, priority: str) -> tuple[str, str]:
-        names = self._connection.keys(partition)
-        return names.front(self.model_name, priority), names.queue(self.model_name, priority)
-
-    def _streams(self, partition: int) -> list[str]:
-        return [key for priority in PRIORITIES for key in self._pair(partition, priority)]
-
     def _all_streams(self) -> list[str]:
         return [key for partition in self._partitions() for key in self._streams(partition)]
+
+    def _streams(self, partition: int) -> list[str]:
+        return self._connection.keys(partition).streams(self.model_name)

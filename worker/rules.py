@@ -17,7 +17,7 @@ from tokenfleet.producer.errors import InvalidJob
 from tokenfleet.producer.keys import PRIORITIES, check_name
 from tokenfleet.producer.scripts import load
 from tokenfleet.worker.claims import text
-from tokenfleet.worker.queue import REPAIR
+from tokenfleet.worker.rescue import REPAIR
 
 EVERY_OTHER = "*"
 """Stands for all tenants that have no limits of their own."""

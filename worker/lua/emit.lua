@@ -1,9 +1,8 @@
 -- emit: log and announce what a worker's running jobs have made, for all of them at once.
 --
--- KEYS[1] the first job's hash; the others are built from the prefix (few arguments: the client pays
---         for each)
--- ARGV[3] and on, per job: one text `<id> <attempt> <start offset> <offset after each event> ...`, then
---         the payload of each event
+-- KEYS[1] the first job's hash; the others are built from the prefix
+-- ARGV[3] msgpack, as one value costs the client a tenth of thousands: a list with per job
+--         [id, attempt, start offset, [offset after an event, its payload, ...]]
 -- Returns triples, flat, for the jobs that there is something to say of: position (from 1), code,
 --         offset logged. code is a sum: 1 fenced (another attempt, or ended: stop, throw away),
 --         2 behind (the log does not end where these events start: nothing was written, go on from
@@ -11,7 +10,7 @@
 -- If it never runs: nothing is visible; the same events may be sent again, also merged with later
 --         ones as long as their boundaries stay. If its reply is lost: the repeated call skips what is logged.
 
-local now, replies, a, k = now_ms(), {}, 3, 0
+local now, replies = now_ms(), {}
 
 local function watch(id, job, key, heard)
   if job.on_disconnect ~= 'cancel' or not job.watched or heard == nil then return false end
@@ -25,7 +24,7 @@ end
 
 local function emit(key, id, attempt, start, events)
   local job = fields(key, 'state', 'attempt', 'offset', 'last', 'cancel', 'deadline', 'on_disconnect', 'watched', 'alone')
-  if job.state ~= 'running' or job.attempt ~= attempt then return 1, 0 end
+  if job.state ~= 'running' or tonumber(job.attempt) ~= attempt then return 1, 0 end
   local code, offset, last, heard = 0, append_events(id, job, start, events)
   if offset == nil then
     code, offset = 2, tonumber(job.offset)
@@ -41,20 +40,11 @@ local function emit(key, id, attempt, start, events)
   return code, offset
 end
 
-while a <= #ARGV do
-  local id, attempt, start, rest = string.match(ARGV[a], '^(%S+) (%d+) (%d+)(.*)$')
-  local events = {}
-  for after in string.gmatch(rest, '%d+') do
-    a = a + 1
-    events[#events + 1] = after
-    events[#events + 1] = ARGV[a]
-  end
-  k = k + 1
-  local code, offset = emit(job_key(id), id, attempt, tonumber(start), events)
+for k, one in ipairs(cmsgpack.unpack(ARGV[3])) do
+  local code, offset = emit(job_key(one[1]), one[1], one[2], one[3], one[4])
   if code > 0 then
     local n = #replies
     replies[n + 1], replies[n + 2], replies[n + 3] = k, code, offset
   end
-  a = a + 1
 end
 return replies
