@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -35,11 +36,14 @@ class CudaGraphCapture:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
         self._cuda_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
         """The first run, outside of the graph, compiles kernels and sets up libraries."""
+        if not self._graphs:  # a pool ends with its last graph: after a sleep it is another one
+            self._pool = torch.cuda.graph_pool_handle()
         main = torch.cuda.current_stream(self._cuda_stream.device)
         self._cuda_stream.wait_stream(main)
         with torch.cuda.stream(self._cuda_stream):
@@ -48,6 +52,7 @@ class CudaGraphCapture:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._cuda_stream):
             work()
+        self._graphs.add(graph)
         return graph.replay
 
 

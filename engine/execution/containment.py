@@ -62,16 +62,21 @@ class Containment:
         return first + self.launch([tail], timing, 1)
 
 
+_NO_MEMORY = ("can't allocate memory", "Triton Error [CUDA]: out of memory")
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Whether the device or the host ran out of memory in an allocation."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(what in str(error) for what in _NO_MEMORY)
 
 
 def is_fatal(error: Exception) -> bool:
     """A CUDA error other than out-of-memory leaves the context unusable: only a restart helps."""
-    lost = isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
+    said = str(error)  # by torch, or by Triton's launcher, whichever comes to it first
+    lost = isinstance(error, torch.AcceleratorError) or "CUDA error" in said
+    lost |= "Triton Error [CUDA]" in said
     return lost and not is_out_of_memory(error)
 
 
