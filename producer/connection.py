@@ -52,6 +52,8 @@ _PASSING = (
 )
 _DENIED = ("The user executing the script can't", "ACL failure in script")
 """How Redis and Valkey say that an ACL forbids what a script does."""
+SERVER_WIDE = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY ", "CLUSTERDOWN")
+"""Replies that say something about the server for now, and nothing about what was asked."""
 _REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
 
 
@@ -197,6 +199,9 @@ class Connection:
                     ) from error
                 await asyncio.sleep(pause)
             except ResponseError as error:  # the ones above are such too, and come first
+                if str(error).startswith(SERVER_WIDE):
+                    problem = f"{self.describe()} refuses for now: {error}"
+                    raise BrokerUnavailable(problem) from error
                 if not any(words in str(error) for words in _DENIED):
                     raise
                 raise BrokerUnsupported(

@@ -153,7 +153,18 @@ def _check_times(job: JobRequest) -> None:
 
 def _check_carried(job: JobRequest) -> None:
     key = job.idempotency_key
-    if key is not None and not (isinstance(key, str) and 1 <= len(key) <= 256):
+    if key is not None and not (_is_text(key) and 1 <= len(key) <= 256):
         raise InvalidJob("idempotency_key", key, "must be a text of 1 to 256 characters, or None")
+    for name in ("traceparent", "tracestate"):
+        if getattr(job, name) is not None and not _is_text(getattr(job, name)):
+            raise InvalidJob(name, getattr(job, name), "must be a text, or None")
     if not isinstance(job.metadata, Mapping):
         raise InvalidJob("metadata", job.metadata, "must be a mapping")
+
+
+def _is_text(value: object) -> bool:
+    """A text that has bytes: no half of a surrogate pair."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False

@@ -80,7 +80,7 @@ class Control:
         if words == ["drain"]:
             log.info("drain_requested")
             self._drain()
-        elif len(words) == 3 and words[0] == "cancel" and words[2].isdigit():
+        elif len(words) == 3 and words[0] == "cancel" and words[2].isdecimal():
             job = self._roster.get(words[1])
             if job is not None and job.claimed.attempt == int(words[2]):
                 self._dispatcher.cancel(job)

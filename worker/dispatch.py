@@ -186,7 +186,7 @@ class Dispatcher:
 
     def fenced(self, job: Job) -> None:
         """Redis does not know the job as ours: it is another's, or Redis has forgotten it."""
-        if job.adoptable:
+        if job.adoptable and job.lease_until > self._clock():  # else it may have ended elsewhere
             job.suspended = True
             self._spawn(self._adopt(job))
         elif not job.suspended:

@@ -86,6 +86,7 @@ class HandBack:
     async def offer(self, job: Job) -> ClaimedJob | None:
         """Offer a running job to a Redis that may have forgotten it; None: it knows better."""
         again: list[ClaimedJob | None] = []
+        await self._publisher.settled()
 
         async def adopt() -> None:
             again.append(await self._queue.adopt(job.claimed, job.history))

@@ -107,7 +107,7 @@ class Intake:
             self._broker.away("claim", error)
             await self._broker.pause()
             return True
-        self._unsure = False
+        self._unsure = self._queue.cut_short
         self._broker.reached()
         self.last_claim = self._clock()
         self._dispatcher.take(claimed, asked_at)

@@ -110,6 +110,11 @@ class Publisher:
             await self._flush()
             yield
 
+    async def settled(self) -> None:
+        """Return when the replies of what is on its way now have come, or will not come."""
+        async with self._flushing:
+            return
+
     async def _flush(self) -> bool:
         jobs, self._dirty = self._dirty.values(), {}
         started = self._last_flush = time.monotonic()

@@ -134,6 +134,11 @@ class JobQueue:
         """
         return await self._taker.swap(victims, self._partitions())
 
+    @property
+    def cut_short(self) -> bool:
+        """Whether the last claim or swap brought jobs, and may have taken more than it brought."""
+        return self._taker.cut_short
+
     async def wait(self, timeout_s: float) -> bool:
         """Return when a job may be there, or the time is over. Claims nothing."""
         return await self._taker.wait(timeout_s)

@@ -63,6 +63,8 @@ class Taker:
         self._urgent_bell = Doorbell(connection)
         self._next_due_ms: int | None = None
         self._now_ms = 0
+        self.cut_short = False
+        """Whether the last call brought jobs, and then a reply did not come."""
 
     async def claim(self, count: int, partitions: Sequence[int]) -> list[ClaimedJob]:
         """Take up to `count` waiting jobs.
@@ -71,7 +73,7 @@ class Taker:
         broke is returned.
         """
         jobs: list[ClaimedJob] = []
-        self._next_due_ms = None
+        self._next_due_ms, self.cut_short = None, False
         try:
             for partition in partitions:
                 while (want := min(count - len(jobs), MOST_PER_CLAIM)) > 0:
@@ -82,6 +84,7 @@ class Taker:
         except BrokerUnavailable:
             if not jobs:
                 raise
+            self.cut_short = True
         return jobs
 
     async def swap(
@@ -94,6 +97,7 @@ class Taker:
         """
         jobs: list[ClaimedJob] = []
         put_back: set[str] = set()
+        self.cut_short = False
         groups = by_partition(victims, lambda job: job.id)
         try:
             for partition in partitions:
@@ -104,6 +108,7 @@ class Taker:
         except BrokerUnavailable:
             if not jobs:
                 raise
+            self.cut_short = True
         return jobs, frozenset(put_back)
 
     async def wait(self, timeout_s: float) -> bool:

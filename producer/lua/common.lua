@@ -7,7 +7,7 @@
 local P, ANNOUNCE = ARGV[1], ARGV[2]
 local GROUP = 'workers'
 local DEAD_TTL_MS = 7 * 86400 * 1000
-local GRACE_MS = 400 -- a subscriber that reconnects within this is not taken for gone
+local GRACE_MS = 2000 -- a subscriber that reconnects within this is not taken for gone
 
 local function job_key(id) return P .. ':j:' .. id end
 local function log_key(id) return P .. ':e:' .. id end
@@ -77,4 +77,14 @@ end
 -- True when the job is to end with its subscribers, has had one, and has none.
 local function abandoned(id, job)
   return job.on_disconnect == 'cancel' and job.watched and hearers(id) == 0
+end
+
+-- The same for so long that they are not about to reconnect (Redis may just have come back). Needs alone.
+local function forsaken(id, job, now)
+  if not abandoned(id, job) then
+    if job.alone then redis.call('HDEL', job_key(id), 'alone') end
+    return false
+  end
+  if not job.alone then redis.call('HSET', job_key(id), 'alone', now) end
+  return now - tonumber(job.alone or now) >= GRACE_MS
 end

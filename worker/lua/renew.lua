@@ -24,12 +24,13 @@ end
 
 for k, key in ipairs(KEYS) do
   local id, attempt = ARGV[2 * k + 2], ARGV[2 * k + 3]
-  local job = fields(key, 'state', 'attempt', 'stream', 'entry', 'cancel', 'deadline', 'on_disconnect', 'watched')
+  local job = fields(key, 'state', 'attempt', 'stream', 'entry', 'cancel', 'deadline', 'on_disconnect', 'watched',
+    'alone')
   if job.state ~= 'running' or job.attempt ~= attempt then
     codes[k] = 1
   else
     hold(key, id, job)
-    if not job.cancel and abandoned(id, job) then
+    if not job.cancel and forsaken(id, job, now) then
       redis.call('HSET', key, 'cancel', 1)
       job.cancel = '1'
     end

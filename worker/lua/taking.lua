@@ -39,7 +39,8 @@ end
 local function take(stream, entry, id)
   local key, now = job_key(id), taker.now
   local job = fields(key, 'state', 'stream', 'entry', 'owner', 'attempt', 'deadline', 'offset', 'failures',
-    'priority', 'submitted', 'request', 'last', 'idem', 'on_disconnect', 'watched', 'preempted', 'model', 'tenant')
+    'priority', 'submitted', 'request', 'last', 'idem', 'on_disconnect', 'watched', 'alone', 'preempted', 'model',
+    'tenant')
   local here = job.stream == stream and job.entry == entry
   if here and job.state == 'running' then
     redis.call('XCLAIM', stream, GROUP, job.owner, 0, entry, 'JUSTID')
@@ -49,7 +50,7 @@ local function take(stream, entry, id)
     unqueue(stream, entry)
     return false
   end
-  if past(job.deadline, now) or abandoned(id, job) then
+  if past(job.deadline, now) or forsaken(id, job, now) then
     unqueue(stream, entry)
     end_job(id, job, past(job.deadline, now) and 'expired' or 'cancelled', now, taker.result_ttl, taker.log_ttl)
     return false

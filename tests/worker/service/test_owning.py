@@ -8,8 +8,12 @@ import os
 import pytest
 import structlog
 
+from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import BrokerUnavailable
+from tokenfleet.producer.protocol import JobRequest
+from tokenfleet.producer.submission import Submission
 from tokenfleet.worker.queue import JobQueue
+from tokenfleet.worker.taker import CLAIM
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -78,6 +82,7 @@ async def test_a_cancel_for_another_attempt_and_noise_change_nothing(fleet, unti
     await until(lambda: fleet.redis.publish(channel, f"cancel {job} 7"))
     await fleet.redis.publish(channel, b"\xff\x00 what")
     await fleet.redis.publish(channel, "cancel nobody 1")
+    await fleet.redis.publish(channel, f"cancel {job} \N{SUPERSCRIPT TWO}")
     fleet.engine.say(job, "fine", "stop")
     await until(lambda: fleet.is_(job, "finished"))
     assert await fleet.text(job) == "fine"
@@ -115,6 +120,31 @@ async def test_a_claim_whose_reply_was_lost_is_released_and_made_again(
     assert [one.id for one in lost] == [job]
     assert fleet.engine.requests[job].id == f"{job}/2"
     assert await fleet.field(job, "failures") == "0"
+
+
+async def test_a_lost_reply_of_one_partition_is_made_good_though_another_answered(
+    fleet, until, monkeypatch
+) -> None:
+    run = Connection.run
+    claims = []
+
+    async def lossy(self, script, partition, keys, args, **options):
+        reply = await run(self, script, partition, keys, args, **options)
+        if script is CLAIM and reply[-1]:
+            claims.append(partition)
+            if len(claims) == 2:
+                raise BrokerUnavailable("the reply was lost")
+        return reply
+
+    connection = Connection(fleet.server.url, namespace=fleet.namespace, partitions=2)
+    submission = Submission(connection)
+    drafts = [submission.draft(JobRequest(model="m", prompt="x")) for _ in range(2)]
+    jobs = [one.id for one in await submission.send(drafts)]
+    await connection.aclose()
+    monkeypatch.setattr(Connection, "run", lossy)
+    fleet.worker(partitions=2)
+    await until(lambda: fleet.has(*jobs))
+    assert sorted(claims[:2]) == [0, 1]
 
 
 async def test_a_fenced_job_is_dropped_and_nothing_of_it_is_published(fleet, until) -> None:
