@@ -6,7 +6,13 @@ import pytest
 import structlog
 from redis.exceptions import ConnectionError, ResponseError
 
-from tokenfleet.worker.broker import Broker, blames_request
+from tokenfleet.worker import broker as broker_module
+from tokenfleet.worker.broker import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    Broker,
+    blames_request,
+)
 
 
 class Clock:
@@ -60,3 +66,23 @@ def test_one_call_that_fails_for_ever_is_said_once_a_minute() -> None:
 )
 def test_a_refused_call_is_told_from_a_server_in_trouble(error: Exception, blames: bool) -> None:
     assert blames_request(error) is blames
+
+
+async def test_after_an_outage_of_any_length_the_next_try_comes_within_the_longest_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(broker_module.asyncio, "sleep", sleep)
+    broker = Broker()
+    for _ in range(50):
+        broker.away("claim", ConnectionError("refused"))
+        await broker.pause()
+    assert max(pauses) <= LONGEST_PAUSE_S
+    assert pauses[0] <= FIRST_PAUSE_S, "a short outage is over soon"
+    broker.reached()
+    await broker.pause()
+    assert pauses[-1] <= FIRST_PAUSE_S, "the next outage starts from the beginning"

@@ -19,6 +19,7 @@ from tokenfleet.worker.commands import batch_begun as cli_batch_begun
 from tokenfleet.worker.commands import bench as cli_bench
 from tokenfleet.worker.commands import bench_peers as cli_bench_peers
 from tokenfleet.worker.commands import bench_scaling as cli_bench_scaling
+from tokenfleet.worker.commands import bench_telemetry as cli_bench_telemetry
 from tokenfleet.worker.commands import config as cli_config
 from tokenfleet.worker.commands import demo as cli_demo
 from tokenfleet.worker.commands import gateway as cli_gateway
@@ -69,6 +70,7 @@ EXAMPLES = {
     "bench features": "tokenfleet bench features",
     "bench scaling": "tokenfleet bench scaling -n 1 -n 2 -n 8",
     "bench gateway": "tokenfleet bench gateway -n 40",
+    "bench telemetry": "tokenfleet bench telemetry --protocol http",
     "bench queue": "tokenfleet bench queue --json figures.json",
     "bench peers": "tokenfleet bench peers -n 8 --repeats 2 --json figures.json",
     "bench quality": "tokenfleet bench quality",
@@ -130,6 +132,7 @@ def build(arguments: list[str]) -> typer.Typer:
     _add(bench, "features", cli_bench.bench_features, "bench")
     _add(bench, "scaling", cli_bench_scaling.bench_scaling, "bench")
     _add(bench, "gateway", cli_gateway.bench_gateway, "bench")
+    _add(bench, "telemetry", cli_bench_telemetry.bench_telemetry, "bench")
     _add(bench, "queue", cli_bench.bench_queue, "bench")
     _add(bench, "peers", cli_bench_peers.bench_peers, "bench")
     _add(bench, "quality", cli_bench_peers.bench_quality, "bench")

@@ -10,12 +10,13 @@ import asyncio
 import ctypes
 import os
 import signal
-import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tokenfleet.producer.embedded import free_port
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.05
@@ -41,7 +42,7 @@ class WorkerProcess:
     """Where its standard error goes."""
     environment: Mapping[str, str | None] = field(default_factory=dict)
     """Changes to our environment; None removes a variable."""
-    health_port: int = field(default_factory=lambda: free_port())
+    health_port: int = field(default_factory=free_port)
     _process: asyncio.subprocess.Process | None = None
 
     @property
@@ -144,13 +145,6 @@ def flags_of(settings: Mapping[str, object]) -> list[str]:
         elif value is not None:
             flags += [f"--{word}", str(value)]
     return flags
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def _get(port: int, path: str) -> tuple[int, str]:
