@@ -4,8 +4,9 @@
 
 Decode steps at batch 1, 8 and 32 (context 564 and more) and one 564-token prompt, SmolLM2-135M.
 The table's total is the untimed step, of which decodes are replayed as programs. Parts are timed
-around their calls in a run of its own, operation by operation, as is the step beside them. The floor of a decode step is its bytes (weights once, KV once) over the
-measured read rate; that of the prompt its multiplications over the best measured rate of products.
+around their calls in a run of its own, operation by operation, as is the step beside them. The
+floor of a decode step is its bytes (weights once, KV once) over the measured read rate; that of
+the prompt its multiplications over the best measured rate of products.
 """
 
 from __future__ import annotations
