@@ -52,24 +52,43 @@ inline Quantized quantized_memory(const Layer& layer) {
     return {values, (float*)(values + layer.rows * stride), stride};
 }
 
-INLINE f32x16 magnitude(f32x16 v) { return v < 0.0f ? -v : v; }
+INLINE f32x16 magnitude(f32x16 v) { return (f32x16)((i32x16)v & 0x7fffffff); }
+
+// The low bytes.
+INLINE void store_bytes(int8_t* to, i32x16 v, int64_t n) {
+    typedef int8_t i8x16 __attribute__((vector_size(16)));
+#if defined(__AVX512F__)  // GCC splits the conversion below in two and glues the halves together
+    const i8x16 narrow = (i8x16)_mm512_cvtepi32_epi8((__m512i)v);
+#else
+    const i8x16 narrow = __builtin_convertvector(v, i8x16);
+#endif
+    if (n >= 16) memcpy(to, &narrow, 16);
+    else memcpy(to, &narrow, n);
+}
 
 // Symmetric: q = round(x / scale), scale = max |x| / 127. A NaN or infinity makes the scale NaN.
 template <typename T> void quantize_row(const T* x, int64_t width, int8_t* to, int64_t stride, float* scale) {
-    f32x16 top = {}, check = {};
-    for (int64_t i = 0; i < width; i += LANES) {
-        f32x16 v = load_n(x + i, width - i);
-        top = max(top, magnitude(v));
-        check += v * 0.0f;
+    constexpr int64_t AT_ONCE = 4;  // chains that do not wait for each other
+    f32x16 tops[AT_ONCE] = {}, checks[AT_ONCE] = {};
+    int64_t whole = 0;
+    for (; whole + AT_ONCE * LANES <= width; whole += AT_ONCE * LANES)
+        for (int64_t i = 0; i < AT_ONCE; i++) {
+            const f32x16 v = load(x + whole + i * LANES);
+            tops[i] = max(tops[i], magnitude(v));
+            checks[i] += v * 0.0f;
+        }
+    for (; whole < width; whole += LANES) {
+        const f32x16 v = load_n(x + whole, width - whole);
+        tops[0] = max(tops[0], magnitude(v));
+        checks[0] += v * 0.0f;
     }
+    const f32x16 top = max(max(tops[0], tops[1]), max(tops[2], tops[3]));
+    const f32x16 check = (checks[0] + checks[1]) + (checks[2] + checks[3]);
     const float highest = max(top), inverse = highest > 0.0f ? 127.0f / highest : 0.0f;
     *scale = highest / 127.0f + sum(check);
     for (int64_t i = 0; i < stride; i += LANES) {
         f32x16 v = i < width ? load_n(x + i, width - i) : f32x16{};
-        i32x16 rounded = round_to_int(v * inverse);
-        typedef int8_t i8x16 __attribute__((vector_size(16)));
-        i8x16 narrow = __builtin_convertvector(rounded, i8x16);
-        memcpy(to + i, &narrow, stride - i < 16 ? stride - i : 16);
+        store_bytes(to + i, round_to_int(v * inverse), stride - i);
     }
 }
 
