@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test chaos check bench-peers lint types layers format clean
+.PHONY: demo test chaos kernels-long check bench-peers lint types layers format clean
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml deploy/constraints.txt
@@ -26,7 +26,11 @@ test: $(STAMP)  ## the whole suite
 chaos: export TOKENFLEET_CHAOS = long
 chaos: export OMP_NUM_THREADS = 1
 chaos: $(STAMP)  ## the long form of everything that dies on purpose, with the counts (15 minutes)
-	$(BIN)/python -m pytest -s -m chaos tests/fleet
+	$(BIN)/python -m pytest -s -m chaos tests/fleet tests/worker/test_queue_scale.py
+
+kernels-long: export TOKENFLEET_AOT = long
+kernels-long: $(STAMP)  ## every shipped configuration of every Triton kernel, for every generation
+	$(BIN)/python -m pytest tests/kernels/gpu/test_aot.py
 
 check: lint types layers test  ## what CI runs
 

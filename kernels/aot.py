@@ -2,6 +2,8 @@
 
     python -m tokenfleet.kernels.aot                     the common configurations, a table
     python -m tokenfleet.kernels.aot --long              all of them
+    python -m tokenfleet.kernels.aot --brief             the common ones for one generation, one of
+                                                         each kernel for the others
     python -m tokenfleet.kernels.aot --json --arch 90 --operation norm
 
 Needs triton and no GPU: ptxas and cuobjdump come with the wheel. Binaries go to Triton's cache, so
@@ -27,6 +29,8 @@ from tokenfleet.kernels.gpu.registry import OPERATIONS, launches
 
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """Bytes of shared memory that one block may use."""
+BRIEF_ARCH = 90
+"""The generation for which a brief run compiles all that a common one does."""
 TENSOR_CORE = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 
@@ -71,16 +75,26 @@ class Report:
 
 
 def reports(
-    archs: Sequence[int], operations: Sequence[str] = OPERATIONS, *, long: bool = False
+    archs: Sequence[int],
+    operations: Sequence[str] = OPERATIONS,
+    *,
+    long: bool = False,
+    brief: bool = False,
 ) -> Iterator[Report]:
-    """Compile what ships for these generations; launches that share a binary are compiled once."""
+    """Compile what ships for these generations; launches that share a binary are compiled once.
+
+    `brief` compiles one launch of each kernel for every generation but BRIEF_ARCH.
+    """
     for arch in archs:
         seen = set()
-        for example, recorded in launches(TARGETS[arch], operations, long=long).items():
-            for launch in recorded:
-                if launch.key() not in seen:
-                    seen.add(launch.key())
-                    yield compile_one(example, launch, arch)
+        for operation in operations:
+            for example, recorded in launches(TARGETS[arch], [operation], long=long).items():
+                for launch in recorded:
+                    one_of_each = brief and arch != BRIEF_ARCH
+                    key = (operation, launch.name) if one_of_each else launch.key()
+                    if key not in seen:
+                        seen.add(key)
+                        yield compile_one(example, launch, arch)
 
 
 def compile_one(example: str, launch: Launch, arch: int) -> Report:
@@ -159,7 +173,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tokenfleet.kernels.aot")
     parser.add_argument("--arch", type=int, action="append", choices=tuple(TARGETS))
     parser.add_argument("--operation", action="append", choices=OPERATIONS)
-    parser.add_argument("--long", action="store_true", help="every shipped configuration")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--long", action="store_true", help="every shipped configuration")
+    size.add_argument("--brief", action="store_true", help=f"all for {BRIEF_ARCH} only")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args(argv)
     if INTERPRETED:
@@ -168,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.json:
         out.write("arch  warps stages  regs local shared\n")
     archs, operations = options.arch or tuple(TARGETS), options.operation or OPERATIONS
-    for report in reports(archs, operations, long=options.long):
+    for report in reports(archs, operations, long=options.long, brief=options.brief):
         failed |= bool(report.faults)
         line = json.dumps(as_json(report)) if options.json else _line(report)
         out.write(line + "\n")

@@ -35,6 +35,27 @@ _CARRIED_OVER = frozenset(
 _NOT_OF_A_CLUSTER = frozenset({"host", "port", "db", "path"})
 
 
+class _Sentinels(Sentinel):
+    """Never loses one of those that it asks.
+
+    redis-py moves the one that answers to the front of its list; when two calls do so at once, one
+    sentinel stands there twice and another not at all: never asked again, and never closed.
+    """
+
+    def __init__(self, hosts: list[tuple[str, int]], asking: dict[str, Any]) -> None:
+        super().__init__(hosts, sentinel_kwargs=asking)  # type: ignore[no-untyped-call]  # theirs
+        self._all = tuple(self.sentinels)
+
+    async def discover_master(self, service_name: str) -> Any:
+        if len(set(map(id, self.sentinels))) < len(self._all):
+            self.sentinels = list(self._all)
+        return await super().discover_master(service_name)
+
+    async def aclose(self) -> None:
+        self.sentinels = list(self._all)
+        await super().aclose()
+
+
 def dial(address: Address, timeout_s: float) -> Any:
     """A client for an address, not connected yet; each reply is waited for `timeout_s`."""
     if address.kind == CLUSTER:
@@ -90,9 +111,7 @@ def _by_sentinel(address: Address, timeout_s: float) -> aio.Redis:
     asking = {**address.sentinel_options, **_settings(timeout_s)}
     if address.tls:
         asking["ssl"] = True
-    sentinel = Sentinel(  # type: ignore[no-untyped-call]  # redis-py leaves it so
-        list(address.hosts), sentinel_kwargs=asking
-    )
+    sentinel = _Sentinels(list(address.hosts), asking)
     pool = SentinelConnectionPool(  # type: ignore[no-untyped-call]  # the same
         address.service,
         sentinel,

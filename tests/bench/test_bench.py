@@ -23,6 +23,8 @@ from tokenfleet.worker.bench.runs import (
 )
 from tokenfleet.worker.bench.workloads import BenchJob, Workload, workload_s, workload_w
 
+pytestmark = pytest.mark.timeout(400)  # several processes that import torch, one after the other
+
 
 def test_w_is_distinct_prompts_of_the_promised_shape() -> None:
     work = workload_w(8, 1000, seed=1)

@@ -13,6 +13,8 @@ from tokenfleet.worker.bench.peers.environments import Environment, PeerUnavaila
 from tokenfleet.worker.bench.quality import BASE, SETTINGS, quality, texts
 from tokenfleet.worker.bench.runs import BenchConfig, BenchFailed, Child, Program
 
+pytestmark = pytest.mark.timeout(400)  # several processes that import torch, one after the other
+
 
 def wheel(folder: Path, name: str) -> str:
     """A package that can be installed without a network; returns its path."""

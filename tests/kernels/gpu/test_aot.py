@@ -23,9 +23,8 @@ pytestmark = [
 @pytest.fixture(scope="session")
 def reports() -> list[Report]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tokenfleet.kernels.aot", "--json"]
-    if environment.get("TOKENFLEET_AOT") == "long":
-        command.append("--long")
+    size = "--long" if environment.get("TOKENFLEET_AOT") == "long" else "--brief"
+    command = [sys.executable, "-m", "tokenfleet.kernels.aot", "--json", size]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
