@@ -202,7 +202,7 @@ def _page(
     """One page of a list, newest first, behind the id that `after` names."""
     query = request.query_params
     said = query.get("limit", str(usual))
-    if not said.isdecimal() or not 1 <= int(said) <= MOST_LISTED:
+    if len(said) > 9 or not said.isdecimal() or not 1 <= int(said) <= MOST_LISTED:
         raise refused(400, "invalid_value", f"limit must be 1 to {MOST_LISTED}", "limit")
     ordered: list[Any] = list(reversed(records)) if query.get("order") == "asc" else list(records)
     after = query.get("after")

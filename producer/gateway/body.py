@@ -36,9 +36,13 @@ async def json_body(request: Request, limit: int) -> Any:
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip()
     if kind.lower() != "application/json":
         raise refused(415, "unsupported_media_type", "the body must be application/json")
-    text = b"".join([chunk async for chunk in limited(request, limit)])
+    content = b"".join([chunk async for chunk in limited(request, limit)])
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        text = content.decode()
+        value = json.loads(text, parse_constant=_no_constant)
+        if "\\u" in text:  # half a surrogate pair can be neither sent nor answered
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except (ValueError, RecursionError) as error:
         where = f" ({error})" if isinstance(error, json.JSONDecodeError) else ""
         raise refused(400, "invalid_json", f"the body is not valid JSON{where}") from None

@@ -57,6 +57,8 @@ def test_nobody_is_asked_for_nothing_but_a_key(gateway: Any) -> None:
         (b'{"model": NaN}', "application/json", (400, "invalid_json")),
         (b"[" * 60_000, "application/json", (400, "invalid_json")),
         (b"\xff", "application/json", (400, "invalid_json")),
+        (b'{"half a pair": "\\ud800"}', "application/json", (400, "invalid_json")),
+        (b'{"half a pair \\udfff": 1}', "application/json", (400, "invalid_json")),
         (b"[]", "application/json", (400, "invalid_type")),
         (b"model=m", "application/x-www-form-urlencoded", (415, "unsupported_media_type")),
         (b" " * 65_537, "application/json", (413, "body_too_large")),
@@ -68,6 +70,11 @@ def test_a_body_that_cannot_be_read_is_refused(
     answer = http.post(URL, content=content, headers={"content-type": kind})
     assert code_of(answer) == expected
     assert answer.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("limit", ["0", "x", "10001", "9" * 5000])
+def test_a_list_is_not_longer_than_it_may_be(http: httpx.Client, limit: str) -> None:
+    assert code_of(http.get("/v1/files", params={"limit": limit})) == (400, "invalid_value")
 
 
 def test_a_body_without_a_length_is_counted_as_it_comes(http: httpx.Client) -> None:
