@@ -25,7 +25,7 @@ from tokenfleet.producer.errors import BrokerUnavailable
 MOST_WAITING = 1000
 """Messages kept for a slow subscriber; beyond, it reads the log instead."""
 
-_PAUSES_S = (0.0, 0.05, 0.1, 0.2, 0.5)
+_PAUSES_S = (0.0, 0.05, 0.1, 0.2, 0.3)
 
 
 class Reread:

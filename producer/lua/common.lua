@@ -7,7 +7,7 @@
 local P, ANNOUNCE = ARGV[1], ARGV[2]
 local GROUP = 'workers'
 local DEAD_TTL_MS = 7 * 86400 * 1000
-local GRACE_MS = 2000 -- a subscriber that reconnects within this is not taken for gone
+local GRACE_MS = 800 -- a subscriber that reconnects within this is not taken for gone; a slot is free within a second
 
 local function job_key(id) return P .. ':j:' .. id end
 local function log_key(id) return P .. ':e:' .. id end
