@@ -36,6 +36,25 @@ async def test_what_is_made_while_redis_is_away_arrives_when_it_is_back(own_flee
     await until(lambda: fleet.has(other))
 
 
+async def test_an_idle_worker_is_not_ready_without_redis_and_takes_jobs_when_it_is_back(
+    own_fleet, until
+) -> None:
+    """How soon: after its next try, which is never further off than the longest pause
+    (test_broker.py)."""
+    fleet = own_fleet
+    worker = fleet.worker()
+    await until(lambda: fleet.engines and worker.not_ready() == [])
+    await in_thread(fleet.server.stop)
+    await until(lambda: "Redis is not reachable" in worker.not_ready())
+    await in_thread(fleet.server.start)
+    await fleet.redis.connection_pool.disconnect()
+    job = await fleet.submit()
+    await until(lambda: fleet.has(job))
+    fleet.engine.say(job, "as ever", "stop")
+    await until(lambda: fleet.is_(job, "finished"))
+    await until(lambda: worker.not_ready() == [])
+
+
 async def test_when_the_leases_have_run_out_the_engine_stops_too(own_fleet, until) -> None:
     fleet = own_fleet
     worker = fleet.worker(lease_s=0.9)

@@ -1,0 +1,38 @@
+"""A worker with nothing to do: quiet for as long as it takes, and there when something comes."""
+
+from __future__ import annotations
+
+import structlog
+
+from tokenfleet.worker import doorbell
+from tokenfleet.worker.doorbell import Doorbell
+
+ROUNDS = 30
+
+
+async def test_an_idle_worker_says_nothing_and_takes_the_next_job(
+    fleet, until, monkeypatch
+) -> None:
+    """Its bell runs out again and again; that is no trouble of any kind."""
+    monkeypatch.setattr(doorbell, "BLOCK_MS", 5)
+    ring, rounds = Doorbell._call, []
+
+    async def counted(self: Doorbell, partition: int) -> bool:
+        rounds.append(partition)
+        return await ring(self, partition)
+
+    monkeypatch.setattr(Doorbell, "_call", counted)
+    with structlog.testing.capture_logs() as lines:
+        worker = fleet.worker()
+        await until(lambda: len(rounds) >= ROUNDS)
+        assert worker.not_ready() == []
+        job = await fleet.submit()
+        await until(lambda: fleet.has(job))
+    assert "worker_ready" in {line["event"] for line in lines}
+    assert [line for line in lines if line["log_level"] in ("warning", "error")] == []
+
+
+async def test_a_bell_runs_out_well_before_its_socket_does(fleet) -> None:
+    """A call that outlives its socket's timeout is an outage to the worker, every time."""
+    pool = fleet.worker()._connection.client.connection_pool
+    assert 0 < 2 * doorbell.BLOCK_MS / 1000 < pool.connection_kwargs["socket_timeout"]
