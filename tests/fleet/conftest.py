@@ -19,6 +19,7 @@ import pytest
 
 from tokenfleet.producer import AsyncClient, AsyncJob, Event, JobResult, SamplingParams
 from tokenfleet.producer.embedded import EmbeddedServer
+from tokenfleet.producer.keys import GROUP
 from tokenfleet.worker.demo.worker_process import WorkerProcess
 
 MODEL = "m"
@@ -141,6 +142,21 @@ class Fleet:
                 if worker is None or consumer["name"].decode() == worker.name:
                     held += consumer["pending"]
         return held
+
+    async def held(self, worker: WorkerProcess) -> int:
+        """Jobs of the default class that the group counts as the worker's, up to 100 a queue."""
+        connection = self.client.link.connection
+        names, redis = connection.keys(0), connection.client
+        held = [
+            await redis.xpending_range(key, GROUP, "-", "+", 100, consumername=worker.name)
+            for key in (names.queue(MODEL, "default"), names.front(MODEL, "default"))
+        ]
+        return sum(map(len, held))
+
+    async def server_ms(self) -> int:
+        """The server's clock."""
+        seconds, micros = await self.client.link.connection.client.time()
+        return int(seconds) * 1000 + int(micros) // 1000
 
     async def close(self) -> None:
         await self.client.aclose()
