@@ -83,6 +83,9 @@ def test_without_tiles_the_cpp_form_does_one_after_the_other(monkeypatch):
 
 
 def test_an_input_of_another_width_is_refused():
-    packed = pack(64, 32, torch.bfloat16, None, bias=False)
-    with pytest.raises((ValueError, RuntimeError), match="64"):
-        gated_linear(torch.zeros(3, 60, dtype=torch.bfloat16), packed, silu_mul)
+    with backend_module.using("cpp"):
+        packed = pack(64, 32, torch.bfloat16, None, bias=False)
+        if not packed.packed:
+            pytest.skip("this CPU has neither AMX nor AVX-512 BF16 and VNNI")
+        with pytest.raises(ValueError, match=r"\[T, 64\], got torch.bfloat16 \(3, 60\)"):
+            gated_linear(torch.zeros(3, 60, dtype=torch.bfloat16), packed, silu_mul)
