@@ -1,16 +1,22 @@
 """Real servers for the tests that need one: Valkey (embedded) and, where installed, redis-server.
 
 Every test gets a namespace of its own, so one server of each kind serves a whole session.
+A test that waits in vain ends in time, and what a test left open is its own failure.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import gc
+import inspect
 import itertools
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +36,62 @@ from tokenfleet.producer.submission import Submission
 from tokenfleet.worker.queue import ClaimedJob, Emission, JobQueue
 
 _numbers = itertools.count(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A coroutine's time limit cancels it: the signal of pytest-timeout is raised in whichever task
+    runs at that moment, and where that is not the test's own the test would wait on."""
+    for item in items:
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+            marker = item.get_closest_marker("timeout")
+            limit_s = float(marker.args[0] if marker else item.config.getini("timeout"))
+            item.obj = _limited(item.obj, limit_s * 0.9)
+
+
+def _limited(test: Callable[..., Awaitable[None]], limit_s: float) -> Callable[..., Any]:
+    @functools.wraps(test)
+    async def limited(*args: Any, **fixtures: Any) -> None:
+        async with asyncio.timeout(limit_s):
+            await test(*args, **fixtures)
+
+    return limited
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test is not looked at again for garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
+    """A socket that nobody can reach any more was left open by this test and not by the one during
+    which it would be found."""
+    yield
+    found = _open_sockets()
+    known = item.session.stash.get(_SOCKETS, set())
+    if found - known:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", ResourceWarning)
+            gc.collect()
+        found = _open_sockets()
+        item.session.stash[_SOCKETS] = found
+        left = [str(one.message) for one in warned if one.category is ResourceWarning]
+        assert left == [], "left open"
+    else:
+        item.session.stash[_SOCKETS] = found
+
+
+_SOCKETS = pytest.StashKey[set[str]]()
+
+
+def _open_sockets() -> set[str]:
+    """Of this process."""
+    found = set()
+    for fd in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            found.add(str(fd.readlink()))
+    return {name for name in found if name.startswith("socket:")}
 
 
 class Lab:
