@@ -12,6 +12,11 @@ import typer
 from tokenfleet.worker.commands import base
 from tokenfleet.worker.commands.base import Output, OutputOption
 
+COLUMNS = (
+    *("workers", "wall_s", "share", "cpu_s_per_1000_tokens"),
+    *("workers_busy", "machine_busy", "steps"),
+)
+
 
 def bench_scaling(
     model: Annotated[
@@ -37,8 +42,12 @@ def bench_scaling(
     rows = asyncio.run(measure(workers or [1, 2, 8], workload, model or base.demo_model(output)))
     if json_path is not None:
         json_path.write_text(json.dumps(rows, indent=2) + "\n")
-    columns = ("workers", "wall_s", "share", "steps")
-    base.print_rows(columns, rows, output, empty="", show=_show)
+    if output is Output.TEXT:
+        typer.echo(
+            f"{jobs} jobs of {tokens} tokens, {workload.slots} slots a worker, "
+            f"steps of {step_ms:g} ms"
+        )
+    base.print_rows(COLUMNS, rows, output, empty="", show=_show)
 
 
 def _show(_: str, value: object) -> str:
