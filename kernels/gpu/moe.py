@@ -55,7 +55,8 @@ def examples(device: torch.device) -> Iterator[Example]:
     E, K, N, top_k, bf16 = 128, 2048, 1536, 8, torch.bfloat16
     for tokens in (1, 32, 4096):
         x = torch.zeros((tokens, K), dtype=bf16, device=device)
-        chosen = torch.zeros((tokens, top_k), dtype=torch.int64, device=device)
+        # as evenly as it can be: so many experts are read as are counted
+        chosen = torch.arange(tokens * top_k, device=device).view(tokens, top_k) % E
         visits = sort_visits(chosen, E)
         read = min(E, tokens * top_k) * N * K
         for form in ("bf16", "fp8 blocks", "fp8 rows"):

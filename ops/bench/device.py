@@ -1,8 +1,9 @@
 """Runs the parts of the device check one after the other, and merges what they found.
 
 Every part is a process of its own with a time limit: one that hangs or dies costs its own figures
-only. A part writes each figure as it has it, a JSON object a line, and the merged file is written
-after each part; so whenever this is stopped, what was measured is there.
+only, and leaves no process behind. A part writes each figure as it has it, a JSON object a line,
+and the merged file is written every few seconds; so whenever this is stopped, what was measured is
+there.
 
 Started by ops/device_check.sh. Standard library only.
 """
@@ -12,24 +13,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PYTEST_INI = """[pytest]
-addopts = --import-mode=importlib
-markers =
-    gpu: needs a CUDA device
-    smollm2: needs a checkpoint
-    long: takes its time
-"""
+TELL_S = 5.0
+"""Between two looks at a part that is running."""
+
+Tell = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class Part:
 
     name: str
     limit_s: float
-    """Of the eight minutes; what a part does not use goes to those behind it."""
+    """At most. Together they are more than there is: the last parts are those to go without."""
 
 
 PARTS = (
-    Part("machine", 45),
-    Part("equality", 70),
-    Part("engine-0.6B", 70),
+    Part("machine", 90),
+    Part("equality", 80),
+    Part("engine-0.6B", 90),
     Part("kernel-tests", 110),
     Part("engine-8B", 90),
     Part("kernels", 45),
@@ -60,10 +60,14 @@ def main(arguments: Sequence[str]) -> int:
     started = time.monotonic()
     report: dict[str, Any] = {"dry_run": options.dry_run, "parts": {}}
     for part in (part for part in PARTS if part.name in names):
+
+        def keep(result: dict[str, Any], name: str = part.name) -> None:
+            report["parts"][name] = result
+            report["seconds"] = round(time.monotonic() - started, 1)
+            _write(options.out, report)
+
         left = options.limit_s - (time.monotonic() - started)
-        report["parts"][part.name] = _run(part, left, options)
-        report["seconds"] = round(time.monotonic() - started, 1)
-        _write(options.out, report)
+        keep(_run(part, left, options, keep))
         _say(part.name, report["parts"][part.name])
     print(table(report))
     bad = [n for n, part in report["parts"].items() if part["status"] == "failed"]
@@ -81,8 +85,11 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _run(part: Part, left_s: float, options: argparse.Namespace) -> dict[str, Any]:
-    """One part's figures and how it ended: ok, failed, out of time or skipped."""
+def _run(part: Part, left_s: float, options: argparse.Namespace, tell: Tell) -> dict[str, Any]:
+    """One part's figures and how it ended: ok, failed, out of time or skipped.
+
+    tell: gets what there is, every few seconds.
+    """
     limit = left_s if options.dry_run else min(part.limit_s, left_s)
     if limit < 5:
         return {"status": "skipped", "why": "no time was left", "found": []}
@@ -92,44 +99,56 @@ def _run(part: Part, left_s: float, options: argparse.Namespace) -> dict[str, An
         "DEVICE_CHECK_LIMIT_S": f"{limit - 3:.1f}",
         "PYTHONUNBUFFERED": "1",
     }
+    if not options.dry_run:  # nothing of the CPU's is compiled, and no kernel is another one unsaid
+        environment["TOKENFLEET_KERNELS"] = "triton"
     started = time.monotonic()
     with log.open("w") as output:
-        command = _command(part, lines, options)
-        try:
-            code: int | None = subprocess.run(
-                command, stdout=output, stderr=subprocess.STDOUT, timeout=limit, check=False,
-                env=environment, cwd=ROOT,
-            ).returncode  # fmt: skip
-        except subprocess.TimeoutExpired:
-            code = None
+        process = subprocess.Popen(
+            _command(part, lines, options), stdout=output, stderr=subprocess.STDOUT,
+            env=environment, cwd=ROOT, process_group=0,
+        )  # fmt: skip
+        code = _waited(process, limit, lambda: tell({"status": "running", "found": _read(lines)}))
     found = _read(lines)
     if part.name == "kernel-tests":
-        found.append(_pytest_summary(log.read_text()))
+        found = _tests_summary(found)
     status = "out of time" if code is None else "ok" if code == 0 else "failed"
     if any(one.get("ok") is False for one in found):
         status = "failed"
     result = {"status": status, "seconds": round(time.monotonic() - started, 1), "found": found}
     if status != "ok":
-        result["log"] = log.read_text()[-4000:]
+        result["log"] = log.read_text(errors="replace")[-8000:]
     return result
 
 
+def _waited(
+    process: subprocess.Popen[bytes], limit_s: float, tell: Callable[[], None]
+) -> int | None:
+    """Its exit status; None when it was ended, with all that it had started, for its time."""
+    until = time.monotonic() + limit_s
+    try:
+        while (left := until - time.monotonic()) > 0:
+            try:
+                return process.wait(min(left, TELL_S))
+            except subprocess.TimeoutExpired:
+                tell()
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):  # one that hangs in the driver is left behind
+            process.wait(10)
+
+
 def _command(part: Part, lines: Path, options: argparse.Namespace) -> list[str]:
-    if part.name == "kernel-tests":
-        ini = options.work / "pytest.ini"
-        ini.write_text(PYTEST_INI)
-        tests = ROOT / "tests"
-        ours = [tests / "kernels" / "gpu", tests / "engine" / "execution" / "test_on_gpu.py"]
-        shared = ["-p", "no:cacheprovider", "-c", str(ini), f"--rootdir={ROOT}"]
-        shared += [f"--confcutdir={tests / 'kernels'}", *map(str, reversed(ours))]
-        chosen = ["--collect-only"] if options.dry_run else ["-v", "-k", "not aot"]
-        return [sys.executable, "-m", "pytest", *shared, *chosen]
-    script = HERE / ("device_kernels.py" if part.name in _KERNEL_PARTS else "device_engine.py")
+    script = HERE / _SCRIPTS.get(part.name, "device_engine.py")
     tiny = ["--dry-run"] if options.dry_run else []
     return [sys.executable, str(script), part.name, str(lines), *tiny]
 
 
-_KERNEL_PARTS = ("machine", "kernels")
+_SCRIPTS = {
+    "machine": "device_kernels.py", "kernels": "device_kernels.py",
+    "kernel-tests": "device_tests.py",
+}  # fmt: skip
 
 
 def _read(lines: Path) -> list[dict[str, Any]]:
@@ -145,14 +164,14 @@ def _read(lines: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _pytest_summary(log: str) -> dict[str, Any]:
-    words = re.findall(r"::\S+.* (PASSED|FAILED|SKIPPED|ERROR)", log)  # also when it was cut off
-    counts = {word.lower(): words.count(word) for word in sorted(set(words))}
-    collected = re.search(r"(\d+) tests? collected", log)
-    if collected:
-        counts["collected"] = int(collected[1])
-    sound = not (counts.get("failed") or counts.get("error"))
-    return {"what": "kernel tests", "ok": sound, **counts}
+def _tests_summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How many tests ended how, then those that did not pass; also when they were cut off."""
+    results = [one for one in lines if one["what"] == "test"]
+    counts = Counter(one["outcome"] for one in results)
+    sound = not (counts["failed"] or counts["error"])
+    collected = sum(one["count"] for one in lines if one["what"] == "collected")
+    whole = {"what": "kernel tests", "ok": sound, "collected": collected, **counts}
+    return [whole, *(one for one in results if "log" in one)]
 
 
 def _write(out: Path, report: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -61,16 +62,34 @@ def test_every_part_runs_on_a_bare_box_and_writes_its_figures(tmp_path):
         ("graphs+overlap", "fp8"),
     }
     assert "graphs+overlap" in ran.stdout
+    (tests,) = (one for one in found if one["what"] == "kernel tests")
+    assert tests["collected"] > 100
 
 
-def test_a_part_that_hangs_or_dies_costs_its_own_figures_only(tmp_path, monkeypatch):
+def alive(stat):
+    """Whether a process still is one; `stat` is its file in /proc."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_part_that_hangs_or_dies_costs_its_own_figures_only_and_leaves_nobody_behind(
+    tmp_path, monkeypatch
+):
     monkeypatch.syspath_prepend(str(ROOT / "ops" / "bench"))
     import device
 
     lines = "import json, sys, time; f = open(sys.argv[1], 'a')\n"
     lines += "f.write(json.dumps({'what': 'first'}) + '\\n' + '{\"what\": \"cut'); f.flush()\n"
-    ends = {"hangs": "time.sleep(600)", "dies": "import os; os.abort()", "fine": "f.write('\"}')"}
-    parts = tuple(device.Part(name, 6.0) for name in ends)
+    note = f"open({str(tmp_path / 'child')!r}, 'w').write(str(child))"
+    fork = f"import os; child = os.fork(); child and {note}"
+    ends = {
+        "hangs": f"{fork}; time.sleep(600)",
+        "dies": "import os; os.abort()",
+        "fine": "f.write('\"}')",
+    }
+    parts = tuple(device.Part(name, 8.0 if name == "hangs" else 400.0) for name in ends)
     monkeypatch.setattr(device, "PARTS", parts)
     monkeypatch.setattr(
         device,
@@ -84,3 +103,18 @@ def test_a_part_that_hangs_or_dies_costs_its_own_figures_only(tmp_path, monkeypa
         "hangs": "out of time", "dies": "failed", "fine": "ok",
     }  # fmt: skip
     assert [len(part["found"]) for part in report.values()] == [1, 1, 2]
+    while alive(Path("/proc", (tmp_path / "child").read_text(), "stat")):
+        time.sleep(0.01)
+
+
+def test_results_of_tests_are_known_before_the_last_one_ends(monkeypatch):
+    """Also which failed and why: the others are counted."""
+    monkeypatch.syspath_prepend(str(ROOT / "ops" / "bench"))
+    import device
+
+    passed = {"what": "test", "name": "a", "outcome": "passed", "seconds": 1.0}
+    failed = {**passed, "name": "b", "outcome": "failed", "log": "E  assert 1 == 2"}
+    lines = [{"what": "collected", "count": 2}, passed, {"what": "collected", "count": 1}, failed]
+    whole, *others = device._tests_summary(lines)
+    assert whole == {"what": "kernel tests", "ok": False, "collected": 3, "passed": 1, "failed": 1}
+    assert others == [failed]

@@ -14,7 +14,11 @@ from tokenfleet.kernels.linear import linear, pack_fp8, pack_linear
 pytestmark = pytest.mark.usefixtures("triton_kernels")
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+CODES_ON_GPU = 5e-3
+"""Of products of codes: Hopper's tensor cores sum them in fewer bits than fp32 has."""
 # rows, inputs, outputs: tiles of 16, 32, 64 and 128 rows; inputs that fill tiles and that do not
+# and, at the end, those that torch multiplies on a GPU
+WHOLE = [(1, 128, 16), (5, 64, 32)]
 SIZES = [(1, 63, 33), (17, 256, 70), (63, 123, 5), (70, 1, 64)]
 
 
@@ -22,9 +26,10 @@ def draw(shape, dtype, seed, device):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
 
 
-def close(out, expected, dtype):
+def close(out, expected, dtype, *, codes=False):
     assert out.dtype == dtype
-    torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    tolerance = max(TOLERANCE[dtype], CODES_ON_GPU if codes and out.is_cuda else 0.0)
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 def packed(form, outputs, inputs, dtype, device, *, bias=True):
@@ -61,6 +66,7 @@ FORMS = ["rows", "block", "static", "weights only", "blocks of one row"]
     [
         *(("block", *size) for size in SIZES),
         *((form, *SIZES[i % len(SIZES)]) for i, form in enumerate(FORMS)),
+        *((form, *size) for form in ("rows", "static") for size in WHOLE),
     ],
 )
 def test_products_in_fp8_equal_float64(device, form, rows, inputs, outputs):
@@ -74,7 +80,8 @@ def test_products_in_fp8_equal_float64(device, form, rows, inputs, outputs):
 def test_products_in_fp8_take_every_dtype(device, form, dtype):
     weight = packed(form, 20, 300, dtype, device, bias=dtype == torch.float32)
     x = draw((5, 310), dtype, 1, device)[:, 7:307]  # rows with a gap
-    close(linear(x, weight), expected_of(x, weight), dtype)
+    codes = weight.rounding is not None
+    close(linear(x, weight), expected_of(x, weight), dtype, codes=codes)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
