@@ -108,7 +108,6 @@ class Runner:
             self._flights.clear()
             await self._look_back()
             if self._files.cancel.exists():
-                self._rewind()
                 await self._patiently(self.cancel)
                 return Phase.CANCELLED
             if not fed:
@@ -119,17 +118,12 @@ class Runner:
         """Collect what has ended by now; submit nothing."""
         async for flights in self._all_flights():
             self._last = Look()
-            while flights:
-                look = await self._remote.look(flights)
-                await in_thread(self._keeper.ended, self._wanted(look))
-                self._last.add(look)
-                whole = look.seen == len(flights)
-                seen = {flight.line for flight, _ in look.ended}
-                flights = [] if whole else [f for f in flights if f.line not in seen]
+            await self._write_ended(flights)
             await self._look_back()
 
     async def cancel(self) -> None:
-        """Ask for the end of every job whose line is not done."""
+        """Ask for the end of every job whose line is not done; called again, of all once more."""
+        self._rewind()
         self.state = self.state.at(Phase.CANCELLED)
         async for flights in self._all_flights():
             await self._end(flights)
@@ -234,7 +228,7 @@ class Runner:
         self.resubmitted += len(gone)
 
     async def _cancel(self) -> None:
-        self.state = self.state.at(Phase.CANCELLED)
+        self.state, self._last = self.state.at(Phase.CANCELLED), Look()
         flights = list(self._flights.values())
         for start in range(0, len(flights), AT_ONCE):
             await self._end(flights[start : start + AT_ONCE])
@@ -242,8 +236,17 @@ class Runner:
     async def _end(self, flights: Sequence[Flight]) -> None:
         """End what is on its way; results that came before are still written."""
         await self._remote.cancel(flights)
-        look = await self._remote.look(flights)
-        await in_thread(self._keeper.ended, self._wanted(look))
+        await self._write_ended(flights)
+
+    async def _write_ended(self, flights: Sequence[Flight]) -> None:
+        """Write what has ended of these, in as many looks as its size takes."""
+        while flights:
+            look = await self._remote.look(flights)
+            await in_thread(self._keeper.ended, self._wanted(look))
+            self._last.add(look)
+            whole = look.seen == len(flights)
+            seen = {flight.line for flight, _ in look.ended}
+            flights = [] if whole else [f for f in flights if f.line not in seen]
 
     def _wanted(self, look: Look) -> list[tuple[Flight, Ended]]:
         """What is to be written: a cancelled batch leaves its cancelled lines to the next round."""

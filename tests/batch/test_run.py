@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tokenfleet.producer import InvalidJob
+from tokenfleet.producer import BrokerUnavailable, InvalidJob
 from tokenfleet.producer.batch import (
     Batch,
     BatchBusy,
@@ -24,7 +24,9 @@ from tokenfleet.producer.batch import (
     Progress,
     check_file,
     find_files,
+    run,
 )
+from tokenfleet.producer.batch.remote import Remote
 from tokenfleet.producer.protocol import EventError
 
 Requests = Callable[..., Path]
@@ -407,6 +409,56 @@ async def test_cancelling_while_lines_are_submitted_ends_those_that_are_in_the_q
     assert (await submit).phase is cancelled.phase is Phase.CANCELLED
     states = [await valkey_lab.state(batch.state.job_id(line)) for line in range(1, 61)]
     assert (states.count("cancelled"), states.count(None)) == (20, 40)
+
+
+async def test_cancelling_begins_anew_when_redis_was_away_in_the_midst_of_it(
+    valkey_lab: Any, requests: Requests, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokenfleet.worker.rules import Rules, TenantLimits
+
+    cancel, calls = Remote.cancel, []
+
+    async def away_at_first(self: Remote, flights: Any) -> None:
+        calls.append(len(flights))
+        if len(calls) == 1:
+            raise BrokerUnavailable("away")
+        await cancel(self, flights)
+
+    monkeypatch.setattr(Remote, "cancel", away_at_first)
+    monkeypatch.setattr(run, "_AWAY_PAUSE_S", 0.0)
+    await Rules(valkey_lab.connection).set_limits(TenantLimits("default", waiting=5))
+    batch = prepared(requests(10))
+    notes: list[str | None] = []
+    client = valkey_lab.client()
+    submit = asyncio.create_task(batch.submit(client, on_progress=lambda p: notes.append(p.note)))
+    await until(lambda: notes and notes[-1] is not None)
+    batch.files.cancel.touch()
+    assert (await submit).phase is Phase.CANCELLED
+    states = [await valkey_lab.state(batch.state.job_id(line)) for line in range(1, 11)]
+    assert (states.count("cancelled"), states.count(None)) == (5, 5)
+
+
+async def test_cancelling_writes_results_that_do_not_fit_into_one_look(
+    valkey_lab: Any, requests: Requests, working: Any, monkeypatch: pytest.MonkeyPatch, until: Any
+) -> None:
+    look = Remote.look
+
+    async def small(self: Remote, flights: Any) -> Any:
+        return await look(self, flights, most_bytes=1)
+
+    path = requests(5)
+    batch = prepared(path)
+    await batch.submit(valkey_lab.client())
+    async with working(valkey_lab):
+        ended = [batch.state.job_id(line) for line in range(1, 6)]
+        for job_id in ended:
+            await until(lambda job_id=job_id: _is(valkey_lab, job_id, "finished"))
+    monkeypatch.setattr(Remote, "look", small)
+    assert (await prepared(path).cancel(valkey_lab.client())).completed == 5
+
+
+async def _is(lab: Any, job_id: str, state: str) -> bool:
+    return bool(await lab.state(job_id) == state)
 
 
 async def test_nothing_of_a_killed_write_is_left_lying_about(
