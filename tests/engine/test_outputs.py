@@ -49,6 +49,21 @@ def run_with_arrivals(engine, prompts, params, rng):
     return [outputs[i] for i in range(len(prompts))]
 
 
+MIXED = some_prompts(9, seed=1) + some_prompts(2, seed=1)
+"""Two of them stand there twice."""
+SAMPLED = SamplingParams(max_tokens=20, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def each_alone(tiny_random):
+    """The tokens of each prompt of MIXED, run in an engine of its own: greedy, and sampled."""
+    path = tiny_random("llama")
+    return [
+        [make_engine(path).generate([prompt], params)[0].token_ids for prompt in MIXED]
+        for params in (GREEDY, SAMPLED)
+    ]
+
+
 @pytest.mark.parametrize("family", FIVE)
 def test_greedy_tokens_are_transformers_in_any_batch_and_arrival_order(family, tiny_random):
     path = tiny_random(family)
@@ -78,14 +93,13 @@ def test_greedy_tokens_are_transformers_in_any_batch_and_arrival_order(family, t
     ],
     ids=str,
 )
-def test_output_does_not_depend_on_chunks_blocks_cache_or_preemption(changes, tiny_random):
+def test_output_does_not_depend_on_chunks_blocks_cache_or_preemption(
+    changes, tiny_random, each_alone
+):
     path = tiny_random("llama")
-    prompts = some_prompts(9, seed=1) + some_prompts(2, seed=1)
-    sampled = SamplingParams(max_tokens=20, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True)
-    for params in (GREEDY, sampled):
-        alone = [make_engine(path).generate([p], params)[0].token_ids for p in prompts]
+    for params, alone in zip((GREEDY, SAMPLED), each_alone, strict=True):
         engine = make_engine(path, **changes)
-        assert run_with_arrivals(engine, prompts, params, random.Random(3)) == alone
+        assert run_with_arrivals(engine, MIXED, params, random.Random(3)) == alone
     if changes.get("num_blocks", 99) < 20:
         assert engine.stats.preemptions_total > 0
 
