@@ -94,7 +94,7 @@ def test_a_shared_system_prompt_is_computed_once(engine):
         EngineConfig(engine.core.config.model, dtype="float32", prefix_cache=False, num_blocks=256,
                      max_num_seqs=4, max_model_len=2048)
     )  # fmt: skip
-    for index in (0, 1, 40):
+    for index in (0, 40):  # who computed the shared part, and who found it
         alone = plain.generate([prompts[index]], params)[0]
         assert alone.text == (first + rest)[index].text
 
