@@ -10,15 +10,24 @@ Invariant: everything here reads; nothing of the fleet is changed by being looke
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from tokenfleet.producer.connection import Connection, RedisError, ResponseError
 from tokenfleet.producer.errors import BrokerUnavailable
+from tokenfleet.producer.fleet_view import (
+    FleetStatus,
+    QueueDepth,
+    RunningJob,
+    class_in,
+    partition_in,
+    sum_of,
+    text_of,
+    texts_of,
+    worker_line,
+)
 from tokenfleet.producer.keys import GROUP, PRIORITIES, Keys
 
 AT_ONCE = 8
@@ -27,92 +36,6 @@ SEARCH_S = 2.0
 SEARCH_SHARE = 50
 """Queues are searched for among all keys at most every SEARCH_S seconds, and so that a search takes
 no more than one part in SEARCH_SHARE of the time; what is known is looked at each time."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueueDepth:
-    """One class of one model, over all partitions."""
-
-    model: str
-    priority: str
-    waiting: int = 0
-    """Not claimed yet, those handed back included."""
-    running: int = 0
-    """Under a worker's lease."""
-    oldest_s: float | None = None
-    """How long the next job has waited; None when none waits."""
-    front: int = 0
-    """How many of the waiting were handed back, and go before the others."""
-    paused: bool = False
-    """Nobody claims from it until it is resumed."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLine:
-    """One worker, as it last said of itself."""
-
-    worker: str
-    model: str
-    host: str
-    state: str
-    """ready, starting, draining, or whatever its engine is."""
-    slots: int
-    running: int
-    """Jobs in its engine."""
-    owned: int
-    """Jobs under its lease, those it has ready included."""
-    tokens_per_s: float | None
-    """Output tokens between its last two heartbeats; None: it does not say."""
-    kv_usage: float | None
-    """Share of its KV blocks in use."""
-    seen_s: float
-    """How long ago."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunningJob:
-    """A job under a lease. What it says is not in here."""
-
-    job_id: str
-    model: str
-    priority: str
-    worker: str
-    attempt: int
-    offset: int
-    """Output tokens logged."""
-    age_s: float
-    """Since it was submitted."""
-
-
-@dataclass(frozen=True, slots=True)
-class FleetStatus:
-    """One look at everything."""
-
-    at_ms: int
-    """The server's clock."""
-    workers: tuple[WorkerLine, ...]
-    queues: tuple[QueueDepth, ...]
-    delayed: int
-    """Jobs that may not be claimed yet: a delay, or the pause before their next try."""
-    dead: int
-    """Dead letters."""
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of all workers that say."""
-        return sum(worker.tokens_per_s or 0.0 for worker in self.workers)
-
-    @property
-    def waiting(self) -> int:
-        return sum(queue.waiting for queue in self.queues)
-
-    @property
-    def running(self) -> int:
-        return sum(queue.running for queue in self.queues)
-
-    @property
-    def slots(self) -> int:
-        return sum(worker.slots for worker in self.workers)
 
 
 class FleetReader:
@@ -144,7 +67,7 @@ class FleetReader:
         for said in lines.values():
             self._streams |= self._streams_of(said.get("model", ""))
         depths = await self._depths(self._streams)
-        workers = (_worker_line(name, said, now_ms) for name, said in sorted(lines.items()))
+        workers = (worker_line(name, said, now_ms) for name, said in sorted(lines.items()))
         return FleetStatus(now_ms, tuple(workers), tuple(depths), delayed, dead)
 
     async def running(self, limit: int = 50) -> list[RunningJob]:
@@ -172,7 +95,7 @@ class FleetReader:
         """Every model that a worker serves or a queue is there for, and its live workers."""
         await self._search()
         lines = await self._lines(self._partitions)
-        models = {_class_in(key)[0]: 0 for key in self._streams}
+        models = {class_in(key)[0]: 0 for key in self._streams}
         for said in lines.values():
             models[said.get("model", "")] = models.get(said.get("model", ""), 0) + 1
         return models
@@ -181,7 +104,7 @@ class FleetReader:
         """Those that hold a job, found by their keys, and those that the connection knows."""
         found = {0, *range(self._connection.partitions)}
         async for key in self._scan("live:*", "zset"):
-            found.add(_partition_in(key))
+            found.add(partition_in(key))
         return sorted(found)
 
     async def streams(self) -> list[str]:
@@ -238,19 +161,19 @@ class FleetReader:
         depths: dict[tuple[str, str], QueueDepth] = {}
         for one in found:
             known = depths.get((one.model, one.priority), QueueDepth(one.model, one.priority))
-            depths[one.model, one.priority] = _sum(known, one)
+            depths[one.model, one.priority] = sum_of(known, one)
         order = {priority: rank for rank, priority in enumerate(PRIORITIES)}
         return sorted(depths.values(), key=lambda d: (d.model, order.get(d.priority, 9)))
 
     async def _depth(self, key: str, now_ms: int) -> QueueDepth:
-        model, priority = _class_in(key)
+        model, priority = class_in(key)
         async with self._gate:
             length = int(await self._execute("XLEN", key))
             group = await self._group(key)
             pending = int(group["pending"])
             after = f"({group['last-delivered-id']}"
             first = await self._execute("XRANGE", key, after, "+", "COUNT", 1)
-            keys = self._keys(_partition_in(key))
+            keys = self._keys(partition_in(key))
             paused = await self._execute("SISMEMBER", keys.paused, f"{model}:{priority}")
             waiting = max(0, length - pending)
             since = [int(first[0][0].split(b"-")[0])] if first else []
@@ -282,7 +205,7 @@ class FleetReader:
         return named.get(GROUP, {"pending": "0", "last-delivered-id": "0-0"})
 
     async def _running_in(self, key: str, limit: int, now_ms: int) -> list[RunningJob]:
-        model, priority = _class_in(key)
+        model, priority = class_in(key)
         async with self._gate:
             jobs = []
             for held in await self._held(key, limit):
@@ -307,7 +230,7 @@ class FleetReader:
         return held
 
     async def _running_job(self, key: str, job_id: str, now_ms: int) -> tuple[int, int, float]:
-        name = self._keys(_partition_in(key)).job(job_id)
+        name = self._keys(partition_in(key)).job(job_id)
         values = await self._execute("HMGET", name, "attempt", "offset", "submitted")
         attempt, offset, submitted = (int(value or 0) for value in values)
         return attempt, offset, max(0, now_ms - submitted) / 1000 if submitted else 0.0
@@ -353,71 +276,3 @@ def _reaching(connection: Connection) -> Iterator[None]:
         raise
     except (RedisError, OSError) as error:
         raise BrokerUnavailable(f"{connection.describe()} was not reached ({error})") from error
-
-
-def _partition_in(key: str) -> int:
-    return int(key[key.index(":") + 1 : key.index("}")])
-
-
-def _class_in(key: str) -> tuple[str, str]:
-    """Model and priority in `{namespace:p}:q:<model>:<priority>[:front]`.
-
-    A model may hold colons.
-    """
-    model, _, priority = key.split("}:q:", 1)[1].removesuffix(":front").rpartition(":")
-    return model, priority
-
-
-def _sum(one: QueueDepth, other: QueueDepth) -> QueueDepth:
-    ages = [age for age in (one.oldest_s, other.oldest_s) if age is not None]
-    return QueueDepth(
-        one.model,
-        one.priority,
-        one.waiting + other.waiting,
-        one.running + other.running,
-        max(ages, default=None),
-        one.front + other.front,
-        one.paused or other.paused,
-    )
-
-
-def _worker_line(name: str, said: Mapping[str, str], now_ms: int) -> WorkerLine:
-    """What a worker says, read with care: it may be of another version."""
-    state = said.get("engine", "ready")
-    return WorkerLine(
-        worker=_printable(name),
-        model=_printable(said.get("model", "")),
-        host=_printable(said.get("host", "")),
-        state="draining" if said.get("draining", "0") not in ("0", "") else _printable(state),
-        slots=int(_number(said.get("slots")) or 0),
-        running=int(_number(said.get("running")) or 0),
-        owned=int(_number(said.get("owned")) or 0),
-        tokens_per_s=_number(said.get("tokens_per_s")),
-        kv_usage=_number(said.get("kv_usage")),
-        seen_s=max(0.0, (now_ms - (_number(said.get("seen")) or now_ms)) / 1000),
-    )
-
-
-def _printable(text: str) -> str:
-    """What may be shown on a terminal or a page of a text that anybody may have written."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[:128])
-
-
-def _number(value: str | None) -> float | None:
-    """A finite number in a text; None for anything else."""
-    try:
-        number = float(value or "")
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def texts_of(reply: Any) -> dict[str, str]:
-    """A map reply, flat or not, as text."""
-    if not isinstance(reply, Mapping):
-        reply = dict(zip(reply[::2], reply[1::2], strict=True))
-    return {text_of(name): text_of(value) for name, value in reply.items()}
-
-
-def text_of(value: Any) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

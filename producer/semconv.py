@@ -71,6 +71,8 @@ PHASE = "phase"
 FINISH_REASON = "finish_reason"
 WORKER = "worker"
 VERSION = "version"
+ROUTE = "route"
+STATUS = "status"
 
 # Metrics of the conventions, in seconds.
 TIME_TO_FIRST_TOKEN = "gen_ai.server.time_to_first_token"
@@ -116,6 +118,13 @@ FLUSH_DURATION = "tokenfleet_flush_duration_seconds"
 READY = "tokenfleet_ready"
 BROKER_REACHABLE = "tokenfleet_broker_reachable"
 WORKER_INFO = "tokenfleet_worker_info"
+GATEWAY_REQUESTS = "tokenfleet_gateway_requests"
+GATEWAY_REQUEST_DURATION = "tokenfleet_gateway_request_duration_seconds"
+GATEWAY_FIRST_TOKEN = "tokenfleet_gateway_time_to_first_token_seconds"
+GATEWAY_FIRST_TOKEN_ADDED = "tokenfleet_gateway_first_token_added_seconds"
+GATEWAY_REQUESTS_RUNNING = "tokenfleet_gateway_requests_running"
+GATEWAY_STREAMS_OPEN = "tokenfleet_gateway_streams_open"
+GATEWAY_READERS_GONE = "tokenfleet_gateway_readers_gone"
 
 
 def queue_name(model: str, priority: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gateway import GATEWAY
 from panel import Dashboard, G, M, Panel, Row, W, quantiles
 
 FLEET = Dashboard(
@@ -283,5 +284,6 @@ FLEET = Dashboard(
                 ),
             ],
         ),
+        GATEWAY,
     ],
 )

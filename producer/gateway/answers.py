@@ -25,6 +25,9 @@ from tokenfleet.producer.errors import (
 )
 
 AWAY = "the queue cannot be reached just now; it is the server's fault, try again"
+CLIENT_CLOSED = 499
+GONE = "client_closed"
+"""What a request whose client closed the connection is noted and counted as."""
 RETRY_S = 1
 """When to come again after a fault that passes and says no time."""
 

@@ -10,38 +10,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tokenfleet.producer import tracing
 from tokenfleet.producer.client import AsyncClient
 from tokenfleet.producer.errors import BrokerUnavailable, BrokerUnsupported, TokenfleetError
 from tokenfleet.producer.fleet import FleetReader
 from tokenfleet.producer.gateway import batches, completions, health, models, status
-from tokenfleet.producer.gateway.answers import GatewayError, answer_of, error_response, refused
+from tokenfleet.producer.gateway.answers import (
+    CLIENT_CLOSED,
+    GONE,
+    GatewayError,
+    answer_of,
+    error_response,
+    refused,
+)
 from tokenfleet.producer.gateway.api_keys import Keyring
 from tokenfleet.producer.gateway.context import Gateway
 from tokenfleet.producer.gateway.desk import Desk
+from tokenfleet.producer.gateway.metrics import GatewayMetrics
+from tokenfleet.producer.gateway.request_line import RequestLine
 from tokenfleet.producer.gateway.settings import GatewaySettings
 from tokenfleet.producer.gateway.sse import ReaderGone, end
 
-QUIET = ("/healthz", "/readyz", "/status/fragment", "/status/data")
-"""Logged at debug only: they are asked for every few seconds."""
 EXPOSED = ("x-request-id", "retry-after", "x-should-retry")
-CLIENT_CLOSED = 499
 CONNECT_TIMEOUT_S = 4.0
 """Redis out of reach for longer is a 503: whoever asked can do something else."""
 ENDPOINTS = "/v1/chat/completions, /v1/completions, /v1/models, /v1/files and /v1/batches"
@@ -62,12 +62,14 @@ def create_app(settings: GatewaySettings) -> Starlette:
         connect_timeout_s=CONNECT_TIMEOUT_S,
     )
     keyring = Keyring(settings.keys_file, stranger=settings.stranger)
+    routes = _routes(settings)
+    counts = GatewayMetrics(routes)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         fleet = FleetReader(client.link.connection)
         desk = None if settings.files_dir is None else Desk(settings.files_dir, client)
-        app.state.gateway = Gateway(settings, keyring, client, fleet, desk)
+        app.state.gateway = Gateway(settings, keyring, client, fleet, counts, desk)
         if desk is not None:
             await desk.take_up()
         app.state.sampler = status.Sampler(fleet, history_s=settings.history_s)
@@ -80,7 +82,7 @@ def create_app(settings: GatewaySettings) -> Starlette:
                 await desk.aclose()
             await client.aclose()
 
-    middleware = [Middleware(RequestLine)]
+    middleware = [Middleware(RequestLine, metrics=counts)]
     if settings.cors_origins:
         middleware.append(
             Middleware(
@@ -92,7 +94,7 @@ def create_app(settings: GatewaySettings) -> Starlette:
             )
         )
     return Starlette(
-        routes=_routes(settings),
+        routes=routes,
         middleware=middleware,
         exception_handlers={
             GatewayError: _as_error,
@@ -125,6 +127,8 @@ def _routes(settings: GatewaySettings) -> list[BaseRoute]:
         Route("/healthz", health.healthz, methods=get),
         Route("/readyz", health.readyz, methods=get),
     ]
+    if settings.metrics != "off":
+        routes.append(Route("/metrics", health.metrics, methods=get))
     if settings.status_page:
         routes += [
             Route("/status", status.page, methods=get),
@@ -132,55 +136,6 @@ def _routes(settings: GatewaySettings) -> list[BaseRoute]:
             Route("/status/data", status.data, methods=get),
         ]
     return routes
-
-
-class RequestLine:
-    """Gives every request an id and notes, and writes its one log line."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        began = time.monotonic()
-        state = scope.setdefault("state", {})
-        state["notes"], state["request_id"] = {}, f"req-{uuid.uuid4()}"
-        code = 0
-
-        async def with_id(message: Message) -> None:
-            nonlocal code
-            if message["type"] == "http.response.start":
-                code = message["status"]
-                MutableHeaders(scope=message).setdefault("x-request-id", state["request_id"])
-            await send(message)
-
-        try:
-            await self._app(scope, receive, with_id)
-        except Exception as error:  # a fault of ours: said once, and answered
-            state["notes"]["error"] = "internal_error"
-            log.error("request_broke", exc_info=error, extra={"fields": {"path": scope["path"]}})
-            if not code:
-                await error_response(error)(scope, receive, with_id)
-        finally:
-            self._say(scope, code, (time.monotonic() - began) * 1000)
-
-    def _say(self, scope: Scope, code: int, took_ms: float) -> None:
-        request = Request(scope)
-        fields: dict[str, Any] = {
-            "method": scope["method"],
-            "path": scope["path"][:200],
-            "status": code or CLIENT_CLOSED,
-            "duration_ms": round(took_ms, 1),
-            "request_id": scope["state"]["request_id"],
-            **scope["state"]["notes"],
-        }
-        trace_id = tracing.trace_id_of(request.headers.get("traceparent"))
-        if trace_id is not None:
-            fields["trace_id"] = trace_id
-        level = logging.DEBUG if scope["path"] in QUIET else logging.INFO
-        log.log(level, "request", extra={"fields": fields})
 
 
 async def _as_error(request: Request, error: Exception) -> Response:
@@ -203,5 +158,5 @@ async def _as_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _as_gone(request: Request, error: Exception) -> Response:
-    request.state.notes["error"] = "client_closed"
+    request.state.notes["error"] = GONE
     return Response(status_code=CLIENT_CLOSED)

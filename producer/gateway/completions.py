@@ -9,12 +9,10 @@ Invariant: a reader sees jobs of its own tenant only; what is another's does not
 
 from __future__ import annotations
 
-import asyncio
 import math
-import time
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import closing, suppress
-from typing import Any, cast
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -27,14 +25,21 @@ from tokenfleet.producer.batch import (
     TranslatedRequest,
     translate_request,
 )
-from tokenfleet.producer.errors import InvalidJob, JobExpired, TokenfleetError
-from tokenfleet.producer.gateway.answers import refused
+from tokenfleet.producer.errors import InvalidJob, JobExpired
+from tokenfleet.producer.gateway.answers import GONE, refused
 from tokenfleet.producer.gateway.api_keys import Caller
 from tokenfleet.producer.gateway.body import json_body
 from tokenfleet.producer.gateway.chunks import Completion, Place, created_s
-from tokenfleet.producer.gateway.context import Gateway, caller_of, gateway_of, note
+from tokenfleet.producer.gateway.context import (
+    Gateway,
+    caller_of,
+    gateway_of,
+    note,
+    passage_of,
+)
 from tokenfleet.producer.gateway.models import require_model
-from tokenfleet.producer.gateway.sse import EventStream, Peeked, until_gone
+from tokenfleet.producer.gateway.readers import Alarm, JobFrames, awaited
+from tokenfleet.producer.gateway.sse import EventStream, Peeked
 from tokenfleet.producer.job import AsyncJob
 from tokenfleet.producer.keys import PRIORITIES, keys_of, partition_of
 from tokenfleet.producer.protocol import Event, JobResult
@@ -43,8 +48,6 @@ OPEN_WAIT_S = 1.0
 """A stream whose job fails within this time answers with a status instead."""
 TIERS: Mapping[str, str] = {"flex": "batch", "priority": "interactive"}
 """What `service_tier` means; any other value is the gateway's own class."""
-ALARM_SLACK_S = 0.02
-"""Deadlines are counted by the server's clock, from when it had the job."""
 MOST_LOGPROBS = 20
 """A response that is fetched again shows what alternatives there are."""
 
@@ -81,6 +84,7 @@ async def _complete(request: Request, endpoint: str) -> Response:
     await require_model(gateway, asked.model)
     deadline_s = _deadline_s(request) or gateway.settings.deadline_s
     job = await _submitted(request, caller, asked, body, deadline_s)
+    passage_of(request).submitted_at = gateway.metrics.clock()
     note(request, job_id=job.id)
     request.state.request_id = job.id
     if asked.stream:
@@ -92,7 +96,7 @@ async def _complete(request: Request, endpoint: str) -> Response:
             deadline_s=deadline_s,
         )
     with closing(Alarm(gateway, job.id, deadline_s)):
-        result = await _awaited(request, job)
+        result = await awaited(request, job)
     note(request, **_counts(result))
     found = asked.shape.body(result, job_id=job.id, created_s=created_s(job.id))
     return JSONResponse(found)
@@ -170,106 +174,26 @@ async def _streamed(
 ) -> Response:
     gateway = gateway_of(request)
     request.state.request_id = place.job_id
-    notes, began = request.state.notes, time.monotonic()
+    clock, notes, passage = gateway.metrics.clock, request.state.notes, passage_of(request)
+    began = clock()
     notes.update(job_id=place.job_id, completion_tokens=0)
 
     def count(event: Event) -> None:
         if event.token_ids:
-            notes.setdefault("ttft_ms", round((time.monotonic() - began) * 1000, 1))
+            if passage.first_token_at is None:
+                passage.first_token_at = clock()
+                notes["ttft_ms"] = round((passage.first_token_at - began) * 1000, 1)
             notes["completion_tokens"] += len(event.token_ids)
 
     job = gateway.client.job(place.job_id)
     completion = Completion(job, shape, place, include_usage, count)
     frames = JobFrames(gateway, completion, Alarm(gateway, place.job_id, deadline_s))
     source = await Peeked.open(frames, OPEN_WAIT_S)
-    return EventStream(source, keep_alive_s=gateway.settings.keep_alive_s)
-
-
-class JobFrames:
-    """A completion's frames; a job that is left before its end is told so."""
-
-    def __init__(self, gateway: Gateway, completion: Completion, alarm: Alarm) -> None:
-        self._gateway = gateway
-        self._completion = completion
-        self._alarm = alarm
-        self._frames = completion.frames()
-
-    def __aiter__(self) -> JobFrames:
-        return self
-
-    async def __anext__(self) -> bytes:
-        return await anext(self._frames)
-
-    async def aclose(self) -> None:
-        self._alarm.close()
-        await self._frames.aclose()
-        if not self._completion.ended:
-            await forsake(self._gateway, self._completion.place.job_id)
-
-
-class Alarm:
-    """Looks at a job when its deadline has come.
-
-    A job that no worker touches ends by being looked at; its readers would do so only now and then.
-    """
-
-    def __init__(self, gateway: Gateway, job_id: str, deadline_s: float | None) -> None:
-        self._reader = gateway.client.link.reader
-        self._job_id = job_id
-        self._looking: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        if deadline_s is not None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(deadline_s + ALARM_SLACK_S, self._ring)
-
-    def close(self) -> None:
-        """The reader has left, or the job has ended."""
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._looking is not None:
-            self._looking.cancel()
-
-    def _ring(self) -> None:
-        self._looking = asyncio.create_task(self._look())
-
-    async def _look(self) -> None:
-        with suppress(TokenfleetError):  # its readers meet the same trouble
-            await self._reader.look(self._job_id)
-
-
-async def forsake(gateway: Gateway, job_id: str) -> None:
-    """A reader has gone: a job that ends with its readers does so, if this was the last one.
-
-    Leaving the stream does the same, but for a reader that went before it had begun to listen.
-    """
-    reader = gateway.client.link.reader
-    with suppress(TokenfleetError):  # the worker sees that nobody listens
-        await reader.look(job_id, watch=True)
-        await reader.cancel(job_id, if_abandoned=True)
-
-
-async def _awaited(request: Request, job: AsyncJob) -> JobResult:
-    """The job's result, while somebody waits for it.
-
-    It is waited for as a reader of the stream, so that a gateway that dies counts as gone too.
-    """
-    ended = False
-
-    async def follow() -> JobResult:
-        nonlocal ended
-        stream = cast("AsyncGenerator[Event, None]", job.stream())
-        async for event in stream:
-            ended = event.final
-            if event.token_ids and "ttft_ms" not in request.state.notes:
-                note(request, ttft_ms=round((time.monotonic() - began) * 1000, 1))
-        return await job.result()
-
-    began = time.monotonic()
-    try:
-        return await until_gone(request.receive, follow())
-    finally:
-        if not ended:
-            await asyncio.shield(forsake(gateway_of(request), job.id))
+    return EventStream(
+        source,
+        keep_alive_s=gateway.settings.keep_alive_s,
+        on_gone=lambda: note(request, error=GONE),
+    )
 
 
 async def _fetch(request: Request, endpoint: str) -> Response:

@@ -16,6 +16,7 @@ from tokenfleet.producer.fleet import FleetReader
 from tokenfleet.producer.gateway.answers import unauthorized
 from tokenfleet.producer.gateway.api_keys import Caller, Keyring
 from tokenfleet.producer.gateway.desk import Desk
+from tokenfleet.producer.gateway.metrics import GatewayMetrics, Passage
 from tokenfleet.producer.gateway.settings import GatewaySettings
 
 
@@ -27,6 +28,7 @@ class Gateway:
     keyring: Keyring
     client: AsyncClient
     fleet: FleetReader
+    metrics: GatewayMetrics
     desk: Desk | None = None
     """Files and batches; None: they are not offered."""
     draining: bool = False
@@ -39,6 +41,12 @@ def gateway_of(request: Request) -> Gateway:
     """The gateway that a request came to."""
     gateway: Gateway = request.app.state.gateway
     return gateway
+
+
+def passage_of(request: Request) -> Passage:
+    """When the request came by where: for its metrics."""
+    passage: Passage = request.state.passage
+    return passage
 
 
 def note(request: Request, **fields: Any) -> None:

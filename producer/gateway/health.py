@@ -1,6 +1,6 @@
-"""/healthz and /readyz: is the event loop turning, and would a request be taken now?
+"""/healthz, /readyz and /metrics: does the loop turn, would a request be taken now, what has been?
 
-Invariant: neither needs a key, and neither says anything of a job.
+Invariant: none says anything of a job or a tenant; the probes need no key.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from tokenfleet.producer.errors import TokenfleetError
 from tokenfleet.producer.gateway.context import Gateway, gateway_of
+from tokenfleet.producer.gateway.viewers import check_viewer
 
 PATIENCE_S = 1.0
 """Redis has this long to answer."""
@@ -40,3 +41,12 @@ async def _reasons(gateway: Gateway) -> list[str]:
     except TokenfleetError as error:  # its sentence names the server; anybody may ask here
         reasons.append(f"Redis cannot be used ({type(error).__name__})")
     return reasons
+
+
+async def metrics(request: Request) -> Response:
+    """GET /metrics: 200, or 401 and 403 where the figures ask for a key."""
+    gateway = gateway_of(request)
+    if gateway.settings.metrics == "key":
+        check_viewer(request)
+    content_type, body = gateway.metrics.render(request.headers.get("accept", ""))
+    return Response(body, headers={"content-type": content_type, "cache-control": "no-store"})

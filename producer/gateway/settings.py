@@ -87,6 +87,8 @@ class GatewaySettings(BaseModel):
     """After that, how long running requests may go on."""
     status_page: bool = True
     """Serve /status."""
+    metrics: Literal["key", "open", "off"] = "key"
+    """/metrics: for keys that may see the status page, for whoever asks, or not there."""
     history_s: Positive = 600.0
     """How far back its plot goes."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Protocol, Self, TypeVar
 
@@ -51,14 +51,14 @@ class EventStream(Response):
     Args:
         source: closed here, whatever happens.
         keep_alive_s: a comment goes out after this much silence.
+        on_gone: called when the reader goes before the source's end.
     """
 
-    def __init__(
-        self, source: Frames, *, keep_alive_s: float, headers: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(headers={**HEADERS, **(headers or {})})
+    def __init__(self, source: Frames, *, keep_alive_s: float, on_gone: Callable[[], None]) -> None:
+        super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._source = source
+        self._on_gone = on_gone
         self._keep_alive_s = keep_alive_s
         self._sent_at = 0.0
 
@@ -71,6 +71,7 @@ class EventStream(Response):
             beat = asyncio.create_task(self._beat(send))
             await until_gone(receive, self._pump(send))
         except ReaderGone:
+            self._on_gone()
             return
         finally:
             await end(beat)

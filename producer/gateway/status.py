@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import hashlib
 import logging
 import time
@@ -23,12 +22,12 @@ from redis.exceptions import RedisError
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from tokenfleet.producer.batch import ErrorAnswer
 from tokenfleet.producer.errors import TokenfleetError
-from tokenfleet.producer.fleet import FleetReader, FleetStatus, RunningJob
-from tokenfleet.producer.gateway.answers import GatewayError, refused
-from tokenfleet.producer.gateway.context import gateway_of, note
+from tokenfleet.producer.fleet import FleetReader
+from tokenfleet.producer.fleet_view import FleetStatus, RunningJob
+from tokenfleet.producer.gateway.context import gateway_of
 from tokenfleet.producer.gateway.page.fragment import MOST_JOBS, Sample, escaped, fragment
+from tokenfleet.producer.gateway.viewers import check_viewer
 
 SAMPLE_S = 2.0
 
@@ -119,7 +118,7 @@ HEADERS = {
 
 async def page(request: Request) -> Response:
     """GET /status."""
-    _check_viewer(request)
+    check_viewer(request)
     namespace = gateway_of(request).settings.namespace
     title = "tokenfleet" if namespace == "tokenfleet" else f"tokenfleet: {namespace}"
     text = PAGE.substitute(
@@ -130,13 +129,13 @@ async def page(request: Request) -> Response:
 
 async def part(request: Request) -> Response:
     """GET /status/fragment: what the page puts in place of what it shows."""
-    _check_viewer(request)
+    check_viewer(request)
     return HTMLResponse(_fragment(request), headers=HEADERS)
 
 
 async def data(request: Request) -> Response:
     """GET /status/data."""
-    _check_viewer(request)
+    check_viewer(request)
     sampler = _sampler(request)
     found = {
         "status": None if sampler.status is None else asdict(sampler.status),
@@ -164,25 +163,3 @@ def _fragment(request: Request) -> str:
         span_s=sampler.history_s,
         trouble=sampler.trouble,
     )
-
-
-def _check_viewer(request: Request) -> None:
-    """A browser sends the key as the password of any name. Raises GatewayError 401, 403."""
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    key = given.strip() or None
-    if scheme.lower() == "basic":
-        key = _password(given)
-    caller = gateway_of(request).keyring.caller(key)
-    if caller is None:
-        answer = ErrorAnswer(401, "invalid_api_key", "the status page asks for a key as password")
-        raise GatewayError(answer, {"www-authenticate": 'Basic realm="tokenfleet status"'})
-    note(request, key=caller.key_name)
-    if not caller.sees_status:
-        raise refused(403, "status_not_allowed", "this key may not see the status page")
-
-
-def _password(given: str) -> str | None:
-    try:
-        return base64.b64decode(given, validate=True).decode().partition(":")[2] or None
-    except (binascii.Error, UnicodeDecodeError):
-        return None

@@ -142,8 +142,15 @@ def test_budgets_services_and_monitors_select_the_pods(objects: list[dict[str, A
             other = labels["gateway" if part == "worker" else "worker"]
             assert not selector.items() <= other.items()
     if any(one["kind"] == "ServiceMonitor" for one in objects):
-        wanted = of(objects, "ServiceMonitor")["spec"]["selector"]["matchLabels"]
-        assert wanted.items() <= of(objects, "Service", "worker")["metadata"]["labels"].items()
+        monitor = of(objects, "ServiceMonitor")["spec"]
+        ports = set()
+        for part in labels:
+            service = of(objects, "Service", part)
+            wanted = monitor["selector"]["matchLabels"]
+            assert wanted.items() <= service["metadata"]["labels"].items()
+            ports |= {port["name"] for port in service["spec"]["ports"]}
+        assert {endpoint["port"] for endpoint in monitor["endpoints"]} == ports
+        assert variables(pod(objects, "gateway"))["TOKENFLEET_GATEWAY_METRICS"] == "open"
 
 
 def test_scaling_counts_running_jobs_of_every_partition(

@@ -14,7 +14,7 @@ import pytest
 
 from tokenfleet.producer.embedded import EmbeddedServer
 from tokenfleet.producer.errors import BrokerUnavailable
-from tokenfleet.producer.fleet import FleetStatus, QueueDepth, RunningJob, WorkerLine
+from tokenfleet.producer.fleet_view import FleetStatus, QueueDepth, RunningJob, WorkerLine
 from tokenfleet.producer.gateway.app import create_app
 from tokenfleet.producer.gateway.page.fragment import fragment
 from tokenfleet.producer.gateway.page.plots import Series, ceiling, plot, short

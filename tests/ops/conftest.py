@@ -14,6 +14,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from tokenfleet.engine.stats import StepStats
+from tokenfleet.producer.gateway.metrics import GatewayMetrics, Passage
 from tokenfleet.worker.observing.metrics import About, Instruments
 from tokenfleet.worker.observing.prometheus import Scrape
 
@@ -62,7 +63,19 @@ def shown() -> dict[str, set[str]]:
         for sample in family.samples:
             found.setdefault(family_of(sample.name), set()).update(sample.labels)
     provider.shutdown()
+    for family in text_string_to_metric_families(_gateways_page()):
+        for sample in family.samples:
+            found.setdefault(family_of(sample.name), set()).update(sample.labels)
     return found
+
+
+def _gateways_page() -> str:
+    """The gateway's, after one stream."""
+    metrics = GatewayMetrics([])
+    passage = Passage(0.0, submitted_at=0.0, first_token_at=0.0)
+    metrics.first_sent(passage)
+    metrics.answered(None, 200, passage)
+    return metrics.render("application/openmetrics-text;version=1.0.0")[1].decode()
 
 
 @pytest.fixture(scope="session")

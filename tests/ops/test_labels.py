@@ -5,7 +5,7 @@ from __future__ import annotations
 ALLOWED = {
     *("model", "state", "priority", "phase", "finish_reason", "worker", "version", "le"),
     *("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model", "error_type"),
-    "tokenfleet_job_priority",
+    *("tokenfleet_job_priority", "route", "status"),
 }
 
 

@@ -38,13 +38,13 @@ def test_every_command_exists(root: Path, page: str) -> None:
 def test_every_setting_exists(root: Path, page: str) -> None:
     text = (root / page).read_text()
     named = set(re.findall(r"`([a-z]+(?:_[a-z0-9]+)+)`", text))
-    events = {"engine_ready", "engine_died", "broker_away", "first_token"}
+    events = {"engine_ready", "engine_died", "broker_away", "first_token", "request_broke"}
     codes = {"prompt_too_long", "invalid_parameter", "internal_error", "text_completion"}
     metrics = {name for name in named if name.startswith(("tokenfleet_", "gen_ai_", "vllm"))}
     settings = {*WorkerSettings.model_fields, *GatewaySettings.model_fields}
     assert named - OTHERS - events - codes - metrics <= settings
     for flag in re.findall(r"`--([\w-]+)", text):
-        assert flag.replace("-", "_") in settings | {"log_format", "new_key"}, flag
+        assert flag.replace("-", "_") in settings | {"log_format", "new_key", "parts"}, flag
 
 
 def test_the_runbook_names_panels_that_exist(root: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenfleet.producer.fleet import FleetReader, QueueDepth
+from tokenfleet.producer.fleet import FleetReader
+from tokenfleet.producer.fleet_view import QueueDepth
 
 
 class Clock:

@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 from tokenfleet.producer import semconv
+from tokenfleet.producer.gateway.metrics import GatewayMetrics
 from tokenfleet.worker.observing.metrics import About, Instruments
 from tokenfleet.worker.observing.prometheus import VLLM_NAMES
 
@@ -35,6 +36,10 @@ def test_every_metric_that_is_made_is_on_the_page_with_its_kind() -> None:
     expected = {
         (f"{name}_total" if kinds[kind] == "counter" else name, kinds[kind])
         for name, kind in made.items()
+    }
+    expected |= {
+        (f"{name}_total" if kind == "counter" else name, kind)
+        for name, kind in GatewayMetrics([]).kinds().items()
     }
     rows = set(re.findall(r"^\| `((?:gen_ai|tokenfleet)_\w+)` \| (\w+) \|", PAGE, re.MULTILINE))
     assert rows == expected

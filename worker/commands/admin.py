@@ -11,7 +11,8 @@ from typing import Any
 
 from tokenfleet.producer.client import AsyncClient
 from tokenfleet.producer.errors import InvalidJob, JobExpired
-from tokenfleet.producer.fleet import FleetReader, QueueDepth, texts_of
+from tokenfleet.producer.fleet import FleetReader
+from tokenfleet.producer.fleet_view import QueueDepth, texts_of
 from tokenfleet.producer.keys import Keys, partition_of
 from tokenfleet.producer.protocol import JobRequest
 

@@ -12,7 +12,7 @@ from redis.exceptions import ResponseError
 
 from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import BrokerUnsupported
-from tokenfleet.producer.fleet import texts_of
+from tokenfleet.producer.fleet_view import texts_of
 from tokenfleet.producer.keys import GROUP
 from tokenfleet.worker.commands.admin import Admin
 from tokenfleet.worker.commands.doctor_server import ServerChecks

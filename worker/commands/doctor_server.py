@@ -13,7 +13,7 @@ from redis.exceptions import ResponseError
 from tokenfleet.producer.address import UNIX
 from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import BrokerUnsupported
-from tokenfleet.producer.fleet import text_of, texts_of
+from tokenfleet.producer.fleet_view import text_of, texts_of
 from tokenfleet.producer.keys import new_job_id
 from tokenfleet.producer.scripts import READ
 from tokenfleet.worker.commands.findings import BAD, GOOD, WARN, Finding

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from tokenfleet.producer.fleet import FleetReader, FleetStatus, QueueDepth, WorkerLine
+    from tokenfleet.producer.fleet import FleetReader
+    from tokenfleet.producer.fleet_view import FleetStatus, QueueDepth, WorkerLine
 
 STALE_S = 10.0
 """A worker that was not seen for this long has missed two heartbeats."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from tokenfleet.producer.fleet import FleetStatus, QueueDepth, RunningJob, WorkerLine
+from tokenfleet.producer.fleet_view import FleetStatus, QueueDepth, RunningJob, WorkerLine
 from tokenfleet.producer.gateway.page.plots import Series, plot
 
 DASH = "–"

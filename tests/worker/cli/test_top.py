@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tokenfleet.producer.fleet import FleetStatus, QueueDepth, WorkerLine
+from tokenfleet.producer.fleet_view import FleetStatus, QueueDepth, WorkerLine
 from tokenfleet.worker.commands.top import as_dict, drawn
 
 COMMAND = (sys.executable, "-m", "tokenfleet.worker.commands.cli", "top")
