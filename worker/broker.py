@@ -14,13 +14,14 @@ from collections.abc import Callable
 import structlog
 from redis.exceptions import RedisError, ResponseError
 
+from tokenfleet.producer.connection import SERVER_WIDE
 from tokenfleet.producer.errors import BrokerUnavailable, BrokerUnsupported
 
 BROKER_ERRORS = (BrokerUnavailable, BrokerUnsupported, RedisError, OSError)
 """What a server looks like that is away, loading, demoted, full, or refuses us for now. A worker
 that runs outlives all of it: whoever owns the server can mend it without restarting the fleet."""
 
-SERVER_WIDE = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY", "CLUSTERDOWN", "NOPERM", "OOM")
+_NOT_THE_REQUEST = (*SERVER_WIDE, "NOPERM", "OOM")
 """Replies that say something about the server, and nothing about what was asked."""
 
 FIRST_PAUSE_S = 0.05
@@ -33,7 +34,7 @@ log = structlog.get_logger()
 
 def blames_request(error: Exception) -> bool:
     """Whether Redis refused this very call, so that repeating it is no use."""
-    return isinstance(error, ResponseError) and not str(error).startswith(SERVER_WIDE)
+    return isinstance(error, ResponseError) and not str(error).startswith(_NOT_THE_REQUEST)
 
 
 class Broker:

@@ -206,6 +206,7 @@ class Dispatcher:
 
     def out_of_step(self, job: Job) -> None:
         """Redis has lost events that it had: whoever is next goes on from what is left."""
+        job.suspended = True
         if job.stage is not Stage.ENDED:
             self._take_away(job)
         self._spawn(self._hand_back.give_up_end(job, "the log is shorter than it was"))

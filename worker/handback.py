@@ -58,12 +58,19 @@ class HandBack:
         A job that ends meanwhile stays, for its end to be published. `preempted`: the spared ones
         make way for others.
         """
-        async with self._publisher.still():
+        async with self._publisher.still() as publish:
             blamed, spared = _unended(blamed), _unended(spared)
-            await self._until_reached(lambda: self._fail(blamed, why), blamed)
-            await self._until_reached(
-                lambda: self._release(spared, why, preempted=preempted), spared
-            )
+
+            async def fail() -> None:
+                await publish()  # what an unreachable Redis has not got yet
+                await self._fail(_told(blamed), why)
+
+            async def release() -> None:
+                await publish()
+                await self._release(_told(spared), why, preempted=preempted)
+
+            await self._until_reached(fail, blamed)
+            await self._until_reached(release, spared)
 
     async def swap(self, victims: Sequence[Job]) -> list[ClaimedJob]:
         """Let more urgent jobs have the places of `victims`, as many as wait, and return them.
@@ -120,18 +127,23 @@ class HandBack:
         while _present(jobs):
             try:
                 await call()
-                if once:
+                if once or not _present(jobs):
                     return
             except BROKER_ERRORS as error:
                 self._broker.away("hand back", error)
-                await self._broker.pause()
-                for job in _present(jobs):
-                    if job.lease_until <= self._clock():
-                        self._owner.lost(job, "the lease ran out")
+            await self._broker.pause()
+            for job in _present(jobs):
+                if job.lease_until <= self._clock():
+                    self._owner.lost(job, "the lease ran out")
 
 
 def _unended(jobs: Sequence[Job]) -> list[Job]:
     return [job for job in jobs if job.stage not in (Stage.ENDED, Stage.GONE)]
+
+
+def _told(jobs: Sequence[Job]) -> list[Job]:
+    """Those of which Redis has all that there is to log."""
+    return [job for job in jobs if job.suspended or not job.dirty]
 
 
 def _present(jobs: Sequence[Job]) -> list[Job]:

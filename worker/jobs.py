@@ -139,12 +139,22 @@ class Job:
             raise RuntimeError(f"job {self.id} cannot go from {self.stage} to {stage}")
         self.stage = stage
 
-    def prepared(self, request: EngineRequest, streams: Sequence[TextStream]) -> None:
-        """Take the engine's request, and replay what earlier attempts logged; `ready` follows."""
+    def replayed(self, streams: Sequence[TextStream]) -> list[tuple[ChoiceState, str]]:
+        """Each choice as earlier attempts logged it, and text that they still held back.
+
+        Changes nothing of the job: a thread may do it while the job is cancelled or lost.
+        """
+        logged = self.claimed.logged
+        choices = [ChoiceState(stream) for stream in streams]
+        return [
+            (choice, choice.replay(event for event in logged if event.choice == index))
+            for index, choice in enumerate(choices)
+        ]
+
+    def prepared(self, request: EngineRequest, replayed: list[tuple[ChoiceState, str]]) -> None:
+        """Take the engine's request and what `replayed` gave; `ready` follows."""
         self.request = request
-        for index, stream in enumerate(streams):
-            choice = ChoiceState(stream)
-            held = choice.replay(e for e in self.claimed.logged if e.choice == index)
+        for index, (choice, held) in enumerate(replayed):
             if held:
                 self._draft(index).text += held
             self.choices.append(choice)

@@ -64,9 +64,9 @@ class Preparer:
             BadJob: code and sentence for its terminal event.
         """
         request, streams = await self._run(job.claimed, lambda: self._parts(job.claimed))
+        replayed = await self._run(job.claimed, lambda: job.replayed(streams))
         if job.stage is Stage.CLAIMED:  # and not cancelled or lost meanwhile
-            await self._run(job.claimed, lambda: job.prepared(request, streams))
-        if job.stage is Stage.CLAIMED:
+            job.prepared(request, replayed)
             job.ready()
 
     def warm(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -104,11 +104,12 @@ class Publisher:
             return await self._flush()
 
     @asynccontextmanager
-    async def still(self) -> AsyncIterator[None]:
-        """Publish once more, then nothing until the block is left."""
+    async def still(self) -> AsyncIterator[Callable[[], Awaitable[bool]]]:
+        """Publish once more, then nothing until the block is left, but for what the block asks for
+        by calling what it is given: that flushes again, as `flush` does."""
         async with self._flushing:
             await self._flush()
-            yield
+            yield self._flush
 
     async def settled(self) -> None:
         """Return when the replies of what is on its way now have come, or will not come."""

@@ -49,7 +49,8 @@ class Letters:
 def running(claimed: ClaimedJob = CLAIMED, *, n: int = 1, hold: int = 0) -> Job:
     job = Job(claimed, now=100.0)
     params = SamplingParams(n=n, max_tokens=1000)
-    job.prepared(EngineRequest(job.engine_id, [1], params), [Letters(hold) for _ in range(n)])
+    request = EngineRequest(job.engine_id, [1], params)
+    job.prepared(request, job.replayed([Letters(hold) for _ in range(n)]))
     job.ready()
     job.move(Stage.RUNNING)
     return job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -233,3 +234,36 @@ async def test_a_second_flush_of_the_same_job_is_taken_for_an_order(own_fleet, u
 
 async def _ends(fleet, job: str, text: str) -> bool:
     return (await fleet.text(job)).endswith(text)
+
+
+async def test_what_a_dead_engine_made_while_redis_was_away_is_not_made_again(
+    own_fleet, until, monkeypatch
+) -> None:
+    fleet = own_fleet
+    worker = fleet.worker(lease_s=60)
+    handing_over = asyncio.Event()
+    job = await fleet.submit()
+    await until(lambda: fleet.has(job))
+    fleet.engine.say(job, "before ")
+    await until(lambda: fleet.shows(job, "before "))
+    still = worker._publisher.still
+
+    @asynccontextmanager
+    async def told():
+        async with still() as publish:
+            handing_over.set()
+            yield publish
+
+    monkeypatch.setattr(worker._publisher, "still", told)
+    await in_thread(fleet.server.stop)
+    fleet.engine.say(job, "meanwhile ")
+    await until(lambda: "Redis is not reachable" in worker.not_ready())
+    fleet.engine.die()
+    await handing_over.wait()
+    await in_thread(fleet.server.start)
+    await fleet.redis.connection_pool.disconnect()
+    await until(lambda: job in fleet.engine.requests and fleet.engine.requests[job].resume)
+    assert fleet.engine.requests[job].resume == (tuple(b"before meanwhile "),)
+    fleet.engine.say(job, "after", "stop")
+    await until(lambda: fleet.is_(job, "finished"))
+    assert await fleet.text(job) == "before meanwhile after"

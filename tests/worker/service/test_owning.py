@@ -244,7 +244,7 @@ async def test_no_step_runs_with_an_empty_slot_while_jobs_wait(fleet, until, mon
         lambda self, stats: ran.append(stats.running),
     )
     jobs = [await fleet.submit(sampling={"max_tokens": 10 + 7 * (i % 5)}) for i in range(30)]
-    fleet.worker(simulated=True, simulated_step_ms=10, max_num_seqs=4, prefetch=4)
+    fleet.worker(simulated=True, simulated_step_ms=10, max_num_seqs=4, prefetch=8)
     for job in jobs:
         await until(lambda job=job: fleet.is_(job, "finished"))
     last_full = len(ran) - 1 - ran[::-1].index(4)
