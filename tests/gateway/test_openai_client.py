@@ -202,7 +202,7 @@ class TestSync:
         hasty = openai_client.with_options(timeout=0.3)
         with pytest.raises(openai.APITimeoutError):
             hasty.chat.completions.create(model="m", messages=SAYS, max_tokens=8000)
-        assert gateway.said("request", error="client_closed")["status"] == 499
+        assert gateway.said("request", error="client_closed", status=499)
 
 
 class TestAsync:
