@@ -139,6 +139,28 @@ def say_error(kind: str, message: str, output: Output) -> None:
         typer.echo(f"error: {message}", err=True)
 
 
+def measure(
+    bench: Callable[[], dict[str, Any]], json_path: Path | None, output: Output
+) -> dict[str, Any] | None:
+    """What a bench found, written where it was asked for; None when a program has been given it.
+
+    A bench that fails ends the command.
+    """
+    from tokenfleet.worker.bench.runs import BenchFailed
+
+    try:
+        found = bench()
+    except BenchFailed as error:
+        say_error("BenchFailed", str(error), output)
+        raise typer.Exit(SOME_FAILED) from None
+    if json_path is not None:
+        json_path.write_text(json.dumps(found, indent=2) + "\n")
+    if output is Output.JSON:
+        print_json(found)
+        return None
+    return found
+
+
 def note(message: str) -> None:
     """Something worth knowing that is not what was asked for."""
     typer.echo(message, err=True)

@@ -166,17 +166,13 @@ def bench_queue(
 ) -> None:
     """Submit jobs and emit tokens without an engine, beside redis-benchmark's XADD."""
     from tokenfleet.worker.bench import queue
-    from tokenfleet.worker.bench.runs import BenchFailed
 
-    try:
-        found = queue.bench_queue(queue.QueueBench(jobs, flushes, repeats, server), base.note)
-    except BenchFailed as error:
-        base.say_error("BenchFailed", str(error), output)
-        raise typer.Exit(base.SOME_FAILED) from None
-    if json_path is not None:
-        json_path.write_text(json.dumps(found, indent=2) + "\n")
-    if output is Output.JSON:
-        base.print_json(found)
+    found = base.measure(
+        lambda: queue.bench_queue(queue.QueueBench(jobs, flushes, repeats, server), base.note),
+        json_path,
+        output,
+    )
+    if found is None:
         return
     results = found["results"]
     for name in (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -37,7 +36,6 @@ def bench_telemetry(
 ) -> None:
     """Run sets of jobs on a worker that exports nothing and on one with a black hole, in turns."""
     from tokenfleet.worker.bench import telemetry as bench
-    from tokenfleet.worker.bench.runs import BenchFailed
 
     config = bench.TelemetryBench(
         model or base.demo_model(output),
@@ -47,15 +45,8 @@ def bench_telemetry(
         repeats=repeats,
         protocol=protocol.value,
     )
-    try:
-        found = bench.bench_telemetry(config, base.note)
-    except BenchFailed as error:
-        base.say_error("BenchFailed", str(error), output)
-        raise typer.Exit(base.SOME_FAILED) from None
-    if json_path is not None:
-        json_path.write_text(json.dumps(found, indent=2) + "\n")
-    if output is Output.JSON:
-        base.print_json(found)
+    found = base.measure(lambda: bench.bench_telemetry(config, base.note), json_path, output)
+    if found is None:
         return
     for name, way in found["ways"].items():
         typer.echo(

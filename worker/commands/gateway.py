@@ -6,7 +6,6 @@ Its flags are its own (producer/gateway/command.py); nothing of them is repeated
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import typer
@@ -44,18 +43,10 @@ def bench_gateway(
     """Measure what the gateway adds to the first token, and what it takes of the throughput."""
     from tokenfleet.worker.bench.gateway import GatewayBench
     from tokenfleet.worker.bench.gateway import bench_gateway as run
-    from tokenfleet.worker.bench.runs import BenchFailed
 
     config = GatewayBench(model or base.demo_model(), requests, streams, repeats=repeats)
-    try:
-        found = run(config, base.note)
-    except BenchFailed as error:
-        base.say_error("BenchFailed", str(error), output)
-        raise typer.Exit(base.SOME_FAILED) from None
-    if json_path is not None:
-        json_path.write_text(json.dumps(found, indent=2) + "\n")
-    if output is Output.JSON:
-        base.print_json(found)
+    found = base.measure(lambda: run(config, base.note), json_path, output)
+    if found is None:
         return
     for name, figures in found["ways"].items():
         typer.echo(
