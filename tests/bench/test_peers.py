@@ -72,7 +72,11 @@ def test_a_package_that_cannot_be_had_is_said_with_its_name(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("module", "engine", "missing"),
-    [("vllm_child", "vllm", "vllm"), ("llama_child", "llama.cpp", "llama_cpp")],
+    [
+        ("vllm_child", "vllm", "vllm"),
+        ("vllm_server_child", "vllm-server", "aiohttp"),
+        ("llama_child", "llama.cpp", "llama_cpp"),
+    ],
 )
 def test_a_peers_child_needs_nothing_of_ours_but_its_modules(
     empty_python: Path, module: str, engine: str, missing: str
@@ -100,16 +104,17 @@ def test_a_peer_that_is_not_there_is_left_out_and_the_others_run(
     config = run.PeersConfig(
         BenchConfig(tiny_checkpoint, counts=(2,), repeats=1, threads=1),
         tmp_path,
+        ours=("engine", "fleet"),
         peers=("vllm float16", "transformers"),
     )
     report = run.bench_peers(config, said.append)
     assert {s.engine for s in report.summaries} == {
-        "engine", "engine int8", "transformers batch all",
+        "engine", "fleet", "transformers batch all",
     }  # fmt: skip
     assert "left_out" in report.facts["engines"]["vllm float16"]
     assert any(line.startswith("vllm float16 is left out") for line in said)
     pairs = {(found["of"], found["to"]) for found in report.ratios()}
-    assert pairs == {(one, "transformers batch all") for one in ("engine", "engine int8")}
+    assert pairs == {(one, "transformers batch all") for one in ("engine", "fleet")}
 
 
 def test_quality_is_none_lost_by_float32_and_some_by_the_others(tiny_checkpoint: Path) -> None:

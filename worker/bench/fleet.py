@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tokenfleet.producer import semconv
 from tokenfleet.worker.bench.figures import Seen, figures_of
+from tokenfleet.worker.bench.memory import peak_rss_of_group
 from tokenfleet.worker.bench.runs import (
     UNSET,
     BenchConfig,
@@ -151,18 +152,3 @@ def bench_fleet(config: BenchConfig, say: Say) -> Report:
         summaries = take_turns(config, vocab_size, lambda _: contenders, say)
         facts = machine_facts(config) | {"engine": alone.facts}
     return Report("fleet", tuple(summaries), ("fleet",), facts)
-
-
-def peak_rss_of_group(leader: int) -> int:
-    """Peak resident bytes of a worker process and its engine process together."""
-    total = 0
-    for status in Path("/proc").glob("[0-9]*/status"):
-        try:
-            stat = status.with_name("stat").read_text().rpartition(")")[2].split()
-            if int(stat[2]) != leader:  # process group
-                continue
-            peak = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM:"))
-        except (OSError, StopIteration):
-            continue  # it has just ended
-        total += int(peak.split()[1]) * 1024
-    return total

@@ -18,6 +18,7 @@ from typing import Any
 Jobs = list[tuple[list[int], int]]
 """Prompt ids, and how many tokens are to be made from them."""
 Runner = Callable[[Jobs, dict[str, Any]], dict[str, float]]
+"""Figures of one workload; `peak_rss_bytes` when it is not this process that computes."""
 Opener = Callable[[dict[str, Any]], tuple[Runner, dict[str, Any]]]
 """From options to something that runs jobs and says figures, and to facts about it."""
 
@@ -38,7 +39,7 @@ def serve(openers: Mapping[str, Opener]) -> None:
         command = json.loads(line)
         figures = runner([(prompt, output) for prompt, output in command["run"]], command)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        _answer(answers, figures | {"peak_rss_bytes": float(peak)})
+        _answer(answers, {"peak_rss_bytes": float(peak)} | figures)
 
 
 def _answer(answers: Any, value: object) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -112,8 +113,13 @@ class Child:
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
+            process_group=0,
         )
-        self.facts = self._ask({"engine": engine, "threads": threads, **options})
+        try:
+            self.facts = self._ask({"engine": engine, "threads": threads, **options})
+        except BaseException:
+            self._kill()
+            raise
 
     @property
     def pid(self) -> int:
@@ -148,7 +154,12 @@ class Child:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._process.kill()
+        self._kill()
+
+    def _kill(self) -> None:
+        """The child, and what it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
 
 

@@ -23,9 +23,16 @@ from tokenfleet.worker.commands.bench import (
 )
 
 
+class Ours(StrEnum):
+    ENGINE = "engine"
+    INT8 = "engine int8"
+    FLEET = "fleet"
+
+
 class Rival(StrEnum):
     VLLM_BF16 = "vllm bfloat16"
     VLLM_FP16 = "vllm float16"
+    VLLM_SERVER_BF16 = "vllm-server bfloat16"
     LLAMA_Q8 = "llama.cpp Q8_0"
     LLAMA_F16 = "llama.cpp F16"
     TRANSFORMERS = "transformers"
@@ -39,6 +46,13 @@ def bench_peers(
     threads: Threads = 0,
     peer: Annotated[
         list[Rival] | None, typer.Option(help="Only these; repeatable.", show_default="all")
+    ] = None,
+    ours: Annotated[
+        list[Ours] | None,
+        typer.Option(
+            help="Of ours, only these beside the engine; fleet: through Redis and a worker.",
+            show_default="all",
+        ),
     ] = None,
     cache: Annotated[
         Path | None,
@@ -66,6 +80,7 @@ def bench_peers(
             engine={"max_num_batched_tokens": 512},
         ),
         cache or run.default_cache(),
+        ours=tuple(name.value for name in Ours if name in {Ours.ENGINE, *(ours or Ours)}),
         peers=tuple(rival.value for rival in peer or Rival),
     )
     report(lambda _, say: run.bench_peers(config, say), config.bench, json_path, output)

@@ -7,13 +7,16 @@ have here (no environment, no start) is said and left out; what is there has to 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tokenfleet.worker.bench.fleet import FleetContender
 from tokenfleet.worker.bench.peers.environments import (
     LLAMA,
     VLLM,
@@ -39,10 +42,18 @@ from tokenfleet.worker.bench.runs import (
 from tokenfleet.worker.bench.workloads import Workload, warm_up
 
 OURS: dict[str, dict[str, Any]] = {"engine": {}, "engine int8": {"quantization": "int8"}}
-"""Ours, by what is set beside the bench's own settings."""
+"""Our engine, by what is set beside the bench's own settings."""
+VLLM_SERVER = "vllm-server"
+FLEET = "fleet"
+"""Ours as a subscriber sees it: through Redis and a worker process."""
+KV_GIB = "2"
+"""vLLM's KV: four times what W of 32 takes, and three of them beside each other fit into 24 GiB."""
 LLAMA_VOCABULARY = 1000
 """Ids below this are in every vocabulary that a warm-up may meet."""
-PEERS = ("vllm bfloat16", "vllm float16", "llama.cpp Q8_0", "llama.cpp F16", "transformers")
+PEERS = (
+    *("vllm bfloat16", "vllm float16", "vllm-server bfloat16"),
+    *("llama.cpp Q8_0", "llama.cpp F16", "transformers"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +63,7 @@ class PeersConfig:
     bench: BenchConfig
     cache: Path
     """Where environments and converted models are kept."""
-    ours: tuple[str, ...] = tuple(OURS)
+    ours: tuple[str, ...] = (*OURS, FLEET)
     peers: tuple[str, ...] = PEERS
 
 
@@ -60,9 +71,19 @@ class PeersConfig:
 class _Field:
     """Who is there, and what is known about them."""
 
-    contenders: list[EngineContender] = field(default_factory=list)
+    contenders: list[Contender] = field(default_factory=list)
     transformers: Child | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+
+    def enter(self, name: str, one: Child | FleetContender) -> None:
+        """Take part from now on."""
+        self.facts[name] = one.facts if isinstance(one, Child) else {}
+        if isinstance(one, FleetContender):
+            self.contenders.append(one)
+        elif name == "transformers":
+            self.transformers = one
+        else:
+            self.contenders.append(EngineContender(one, name))
 
     def for_workload(self, workload: Workload) -> list[Contender]:
         if self.transformers is None:
@@ -77,22 +98,20 @@ def bench_peers(config: PeersConfig, say: Say) -> Report:
     with ExitStack() as stack:
         links = stack.enter_context(our_modules())
         entered = _Field()
-        for name, open_child in _openers(config, links, say):
+        for name, open_one in _openers(config, links, say):
+            began = time.monotonic()
             try:
-                child = stack.enter_context(open_child())
+                one = open_one()
+                stack.enter_context(one)
             except (BenchFailed, PeerUnavailable) as error:
-                if name in OURS:
+                if name in config.ours:
                     raise
                 say(f"{name} is left out: {error}")
                 entered.facts[name] = {"left_out": str(error)}
                 continue
-            say(f"{name} is loaded, in {child.facts['load_s']:.1f} s")
-            entered.facts[name] = child.facts
-            if name == "transformers":
-                entered.transformers = child
-            else:
-                entered.contenders.append(EngineContender(child, name))
-        vocab_size = int(entered.facts[config.ours[0]]["vocab_size"])
+            entered.enter(name, one)
+            say(f"{name} is loaded, in {time.monotonic() - began:.1f} s")
+        vocab_size = int(entered.facts[next(iter(OURS))]["vocab_size"])
         for contender in entered.for_workload(warm_up(vocab_size)):
             contender.run(warm_up(vocab_size))
         summaries = take_turns(config.bench, vocab_size, entered.for_workload, say)
@@ -100,33 +119,44 @@ def bench_peers(config: PeersConfig, say: Say) -> Report:
     return Report("peers", tuple(summaries), config.ours, facts)
 
 
-def _openers(
-    config: PeersConfig, links: Path, say: Say
-) -> Iterator[tuple[str, Callable[[], Child]]]:
-    bench, threads = config.bench, config.bench.num_threads
+Opener = Callable[[], Child | FleetContender]
+
+
+def _openers(config: PeersConfig, links: Path, say: Say) -> Iterator[tuple[str, Opener]]:
     for name in config.ours:
-        options: dict[str, Any] = {"config": {**bench.engine_config(bench.slots()), **OURS[name]}}
-        yield name, lambda options=options: Child("tokenfleet", options, threads)  # type: ignore[misc]
+        yield name, partial(_ours, config.bench, name)
     for name in config.peers:
         kind, _, variant = name.partition(" ")
-        if kind == "vllm":
-            yield name, lambda variant=variant: _vllm(config, links, variant, say)  # type: ignore[misc]
+        if kind == "transformers":
+            yield name, partial(_transformers, config.bench)
         elif kind == "llama.cpp":
-            yield name, lambda variant=variant: _llama(config, links, variant, say)  # type: ignore[misc]
+            yield name, partial(_llama, config, links, variant, say)
         else:
-            options = {"config": {"model": str(bench.model)}, "dtype": bench.compare_dtype}
-            yield name, lambda options=options: Child("transformers", options, threads)  # type: ignore[misc]
+            yield name, partial(_vllm, config, links, kind, variant, say)
 
 
-def _vllm(config: PeersConfig, links: Path, dtype: str, say: Say) -> Child:
+def _ours(bench: BenchConfig, name: str) -> Child | FleetContender:
+    if name == FLEET:
+        return FleetContender(bench)
+    options = {"config": {**bench.engine_config(bench.slots()), **OURS[name]}}
+    return Child("tokenfleet", options, bench.num_threads)
+
+
+def _transformers(bench: BenchConfig) -> Child:
+    options = {"config": {"model": str(bench.model)}, "dtype": bench.compare_dtype}
+    return Child("transformers", options, bench.num_threads)
+
+
+def _vllm(config: PeersConfig, links: Path, kind: str, dtype: str, say: Say) -> Child:
+    """In the child's own process, or as a server that the child starts and asks."""
     python = VLLM.ensure(config.cache, say)
     preload = ":".join(path for path in (preloads(), intel_openmp(python)) if path)
     threads = config.bench.num_threads
     environment = {
         "PYTHONPATH": str(links),
-        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_CPU_KVCACHE_SPACE": KV_GIB,
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        **({} if kind == VLLM_SERVER else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}),
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -137,8 +167,8 @@ def _vllm(config: PeersConfig, links: Path, dtype: str, say: Say) -> Child:
         "dtype": dtype,
         "slots": config.bench.slots(),
     }
-    program = Program("tokenfleet.worker.bench.peers.vllm_child", str(python), environment)
-    return Child("vllm", options, threads, program)
+    module = f"tokenfleet.worker.bench.peers.{kind.replace('-', '_')}_child"
+    return Child(kind, options, threads, Program(module, str(python), environment))
 
 
 def _llama(config: PeersConfig, links: Path, format: str, say: Say) -> Child:
