@@ -14,6 +14,8 @@ import redis.asyncio as aio
 
 from tokenfleet.producer.client import AsyncClient
 from tokenfleet.producer.embedded import EmbeddedServer
+from tokenfleet.producer.hub import REREAD, Hub
+from tokenfleet.producer.keys import partition_of
 from tokenfleet.producer.protocol import Choice, Event, JobResult
 from tokenfleet.worker.queue import Emission, JobQueue
 
@@ -119,6 +121,23 @@ async def test_a_cancel_reaches_waiting_jobs_and_abandoned_ones_on_a_cluster(clu
         await anext(stream)
         await stream.aclose()
         assert (await job.status()).cancel_requested
+        await queue.aclose()
+
+
+async def test_a_renewal_repeats_a_cancel_that_was_not_heard_on_a_cluster(cluster):
+    async with AsyncClient(cluster, namespace="again") as client:
+        queue = JobQueue(cluster, namespace="again", model_name="m", worker_id="w1", lease_s=30.0)
+        await queue.ensure()
+        job = await client.submit(model="m", prompt="x")
+        claimed = await _claim_all(queue, 1)
+        assert await job.cancel() == "running"
+        hub, partition = Hub(queue.connection), partition_of(job.id)
+        channel = queue.connection.keys(partition).control("w1")
+        ear = await hub.subscribe(partition, channel)
+        assert await ear.get(60) is REREAD
+        await queue.renew(claimed)
+        assert await ear.get(60) == f"cancel {job.id} 1".encode()
+        await hub.aclose()
         await queue.aclose()
 
 

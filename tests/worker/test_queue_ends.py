@@ -87,6 +87,17 @@ async def test_a_cancelled_job_whose_deadline_passed_and_nobody_cancelled_is_exp
     assert (await lab.log(job_id))[-1].finish_reason == "expired"
 
 
+async def test_a_finish_repeated_after_a_deadline_that_passed_meanwhile_says_yes(lab):
+    queue = await lab.queue()
+    job_id = await lab.submit(deadline_s=3600)
+    (job,) = await queue.claim(1)
+    assert await queue.finish(job, [], None, state="cancelled")
+    await lab.raw.hset(lab.keys.job(job_id), "deadline", 1)
+    assert await queue.finish(job, [], None, state="cancelled")
+    assert await lab.state(job_id) == "cancelled"
+    assert len(await lab.log(job_id)) == 1
+
+
 # release
 
 

@@ -72,6 +72,20 @@ async def test_a_job_that_came_between_claim_and_wait_is_not_slept_through(lab):
     assert await queue.wait(60)
 
 
+async def test_a_worker_does_not_wait_behind_entries_that_one_claim_could_not_drop(lab):
+    queue = await lab.queue()
+    async with lab.raw.pipeline(transaction=False) as entries:
+        for number in range(1001):  # of jobs that have ended and are forgotten by now
+            entries.xadd(lab.keys.queue("m", "default"), {"j": f"gone{number}"})
+        await entries.execute()
+    job_id = await lab.submit()
+    rounds = 0
+    while not (claimed := await queue.claim(1)):
+        assert await queue.wait(100)
+        rounds += 1
+    assert ([job.id for job in claimed], rounds) == ([job_id], 1)
+
+
 async def test_an_idle_worker_is_woken_by_a_released_job_and_a_due_one(lab):
     queue, other = await lab.queue("w1"), await lab.queue("w2")
     await lab.submit()

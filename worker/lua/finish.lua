@@ -14,10 +14,12 @@ local id, attempt, state, now = ARGV[3], ARGV[4], ARGV[5], now_ms()
 local job = fields(KEYS[1], 'state', 'attempt', 'offset', 'last', 'idem', 'stream', 'entry', 'cancel', 'deadline',
   'finished_by', 'model', 'tenant')
 local final, reason = ARGV[11], ARGV[12]
+-- an earlier try: the deadline may have passed before it, or since
+local asked = job.state == state or (state == 'cancelled' and job.state == 'expired')
+if job.finished_by == attempt and asked then return { 1, '' } end
 if state == 'cancelled' and not job.cancel and past(job.deadline, now) then
   state, final, reason = 'expired', '', 'expired'
 end
-if job.finished_by == attempt and job.state == state then return { 1, '' } end
 if job.state ~= 'running' or job.attempt ~= attempt then return { 0, job.state or '' } end
 
 local events = {}

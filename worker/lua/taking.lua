@@ -127,9 +127,11 @@ local function serve(front, queue, want)
   return got + drain(queue, want - got)
 end
 
--- The last entry of each stream: what a worker that found too little waits behind.
+-- The last entry of each stream: what a worker that found too little waits behind. None when it gave
+-- up before the ends of them: there is more to look at now.
 local function last_entries(streams)
   local lasts = {}
+  if taker.drops <= 0 then return lasts end
   for i, stream in ipairs(streams) do
     local entry = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
     lasts[i] = entry and entry[1] or '0-0'
