@@ -127,14 +127,14 @@ def _arguments(draft: Draft) -> tuple[Any, ...]:
         round(request.delay_s * 1000),
         "" if request.max_failures is None else request.max_failures,
         request.on_disconnect,
-        "" if key is None else _digest(request),
+        "" if key is None else payload_digest(request),
         key or "",
         draft.traceparent,
     )
 
 
-def _digest(request: JobRequest) -> str:
-    """Of what was asked; the trace it was asked in does not count."""
+def payload_digest(request: JobRequest) -> str:
+    """By which an idempotency key knows the job: the trace that it was asked in does not count."""
     blank = {"traceparent": "", "tracestate": ""}
     return blake2b(request.pack(1 << 62, blank), digest_size=16).hexdigest()
 

@@ -14,6 +14,7 @@ from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.keys import partition_of
 from tokenfleet.producer.protocol import EventError, JobResult, State
 from tokenfleet.producer.scripts import Script, load
+from tokenfleet.producer.submission import payload_digest
 from tokenfleet.producer.wire import write_for_script
 from tokenfleet.worker.claims import (
     BEHIND,
@@ -111,12 +112,16 @@ class JobLog:
         args += [request.pack(1 << 62), request.model, job.priority, request.tenant]
         args += [job.deadline_ms or 0, job.submitted_ms]
         args += ["" if request.max_failures is None else request.max_failures]
-        args += [request.on_disconnect, *flat(events)]
+        # the offset at the last failure lies at or before that of the claim: the claim does not say
+        args += [request.on_disconnect, job.failures, job.offset if job.failures else 0]
+        key = request.idempotency_key
+        args += [job.preempted, request.traceparent or "", key or ""]
+        args += [payload_digest(request) if key else "", *flat(events)]
         attempt = await self._run(ADOPT, names.partition, keys, args)
         if not attempt:
             return None
         offset = events[-1].end if events else 0
-        return replace(job, attempt=attempt, offset=offset, failures=0, stream=stream)
+        return replace(job, attempt=attempt, offset=offset, stream=stream)
 
     async def _run(self, script: Script, partition: int, keys: list[str], args: list[Any]) -> Any:
         return await self._connection.run(script, partition, keys, args, patience_s=PATIENCE_S)

@@ -199,3 +199,53 @@ async def test_an_adopted_job_goes_on_elsewhere_when_its_worker_dies(lab):
     assert await other.reclaim() == 1
     (again,) = await other.claim(1)
     assert (again.id, again.attempt, again.request) == (job.id, 3, job.request)
+
+
+async def test_an_adopted_job_has_every_field_that_its_claim_knew(lab):
+    queue = await lab.queue("w1", uniform=lambda: 0.0)
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    job_id = await lab.submit(
+        idempotency_key="k", deadline_s=60, max_failures=7, tenant="acme", priority="batch",
+        traceparent=parent, on_disconnect="cancel",
+    )  # fmt: skip
+    (job,) = await queue.claim(1)
+    await queue.emit([one_token(job, 0)])
+    await queue.fail(job, "engine_died", "it did", retryable=True)
+    (job,) = await queue.claim(1)
+    await queue.release([job], "preempted", preempted=True)
+    (job,) = await queue.claim(1)
+    stream = lab.client().job(job_id).stream()
+    await anext(stream)
+    before, log = await lab.fields(job_id), await lab.log(job_id)
+    await lab.raw.delete(*await lab.raw.keys(f"{lab.keys.prefix}:*"))
+    adopted = await queue.adopt(job, log)
+    after = await lab.fields(job_id)
+    changed = {name for name in before.keys() | after if before.get(name) != after.get(name)}
+    assert changed == {"attempt", "claimed", "stream", "entry"}
+    assert (adopted.failures, adopted.preempted) == (1, 1)
+    await stream.aclose()
+
+
+async def test_a_job_submitted_again_after_its_adoption_is_not_run_twice(lab):
+    queue, metadata = await lab.queue("w1"), {"tags": ["a", 1], "of": {"x": 0.5}}
+    job_id = await lab.submit(idempotency_key="k", deadline_s=60, metadata=metadata)
+    (job,) = await queue.claim(1)
+    await lab.raw.delete(*await lab.raw.keys(f"{lab.keys.prefix}:*"))
+    adopted = await queue.adopt(job, [])
+    assert await lab.submit(idempotency_key="k", deadline_s=60, metadata=metadata) == job_id
+    assert await queue.claim(1) == []
+    assert await queue.finish(adopted, [], RESULT)
+    assert await lab.raw.pttl(lab.keys.idempotency("default", "k")) > 0
+
+
+async def test_a_job_submitted_again_before_its_adoption_runs_in_the_place_of_the_forgotten_one(
+    lab,
+):
+    queue = await lab.queue("w1")
+    await lab.submit(idempotency_key="k")
+    (job,) = await queue.claim(1)
+    await lab.raw.delete(*await lab.raw.keys(f"{lab.keys.prefix}:*"))
+    again = await lab.submit(idempotency_key="k")
+    assert await queue.adopt(job, []) is None
+    assert await lab.state(job.id) is None
+    assert [one.id for one in await queue.claim(9)] == [again]
