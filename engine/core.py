@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from tokenfleet.engine.accounts import Accounts
 from tokenfleet.engine.admission import check_request, ending_tokens, longest, sequences_of
+from tokenfleet.engine.budget import Budget
 from tokenfleet.engine.compiling import Compiling
 from tokenfleet.engine.config import EngineConfig
 from tokenfleet.engine.constraints import Constraint, ConstraintCompiler
@@ -35,9 +36,6 @@ from tokenfleet.engine.scheduling.sequence import Sequence, SequenceState
 from tokenfleet.engine.stats import StepStats
 
 __all__ = ["CoreEvent", "EngineCore", "EngineRequest"]
-
-_CLEAN_STEPS = 100
-"""Steps without an out-of-memory after which a lowered token budget is doubled again."""
 
 
 class EngineCore:
@@ -79,7 +77,7 @@ class EngineCore:
         self._compiling = Compiling(compiler)
         self._arrivals = 0
         self._random = random.Random(config.seed)
-        self._clean_steps = 0
+        self._budget = Budget(self.limits)
         self.weights_version = 0
         """Updates of the weights since the start."""
         self._asleep = False
@@ -230,7 +228,8 @@ class EngineCore:
             flight = self.runner.launch(plan)
             timing = flight.timing
             self._flights.append((plan, flight))
-            self._adapt_budget(timing.out_of_memory)
+            self._budget.after_step(timing.out_of_memory)
+            self.scheduler.limits = self._budget.limits
         events = self._accounts.give_pending()
         kept = self._ahead if plan and not plan.starved else 0
         while len(self._flights) > kept:
@@ -338,21 +337,6 @@ class EngineCore:
             found.append(f"idle, and {self.scheduler.pool.num_used} blocks are owned")
         if found:
             raise InvariantBroken("; ".join(found))
-
-    def _adapt_budget(self, out_of_memory: int) -> None:
-        """Halve the token budget while memory runs out, and double it back when it does not."""
-        scheduler, limits = self.scheduler, self.limits
-        now = scheduler.limits.max_num_batched_tokens
-        if out_of_memory:
-            self._clean_steps = 0
-            scheduler.limits = replace(
-                limits, max_num_batched_tokens=max(limits.max_num_seqs, now // 2)
-            )
-        elif now < limits.max_num_batched_tokens:
-            self._clean_steps += 1
-            if self._clean_steps % _CLEAN_STEPS == 0:
-                most = min(2 * now, limits.max_num_batched_tokens)
-                scheduler.limits = replace(limits, max_num_batched_tokens=most)
 
     def _report(self, plan: StepPlan, timing: Timing, started: float, scheduled: float) -> None:
         scheduler, stats = self.scheduler, self.stats

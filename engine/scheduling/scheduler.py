@@ -19,25 +19,15 @@ have to says so (`starved`).
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass
 
 from tokenfleet.engine.errors import InvalidRequest, InvariantBroken
 from tokenfleet.engine.scheduling.block_pool import BlockPool
 from tokenfleet.engine.scheduling.limits import Limits
 from tokenfleet.engine.scheduling.plan import Chunk, StepPlan
-from tokenfleet.engine.scheduling.prefix_cache import PrefixCache, token_key
+from tokenfleet.engine.scheduling.prefix_cache import PrefixCache
+from tokenfleet.engine.scheduling.prefixes import Prefix, Prefixes
 from tokenfleet.engine.scheduling.sequence import Sequence, SequenceState
 from tokenfleet.engine.scheduling.waiting import WaitingQueue
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefix:
-    """What a waiting sequence need not compute."""
-
-    blocks: list[int]
-    tokens: int
-    committed: int
-    node: int
 
 
 class Scheduler:
@@ -51,6 +41,7 @@ class Scheduler:
         self.limits = limits
         self.pool = pool
         self.cache = cache
+        self._prefixes = Prefixes(limits, cache)
         self.running: list[Sequence] = []
         self.waiting = WaitingQueue()
         self.free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
@@ -113,7 +104,7 @@ class Scheduler:
                 self._settle(sequence)
             elif sequence.state is SequenceState.RUNNING:
                 sequence.num_done = chunk.start + chunk.count
-                self._commit(sequence, chunk.start + chunk.count)
+                self._prefixes.commit(sequence, chunk.start + chunk.count)
                 if sequence.children and sequence.num_done >= sequence.num_prompt:
                     self.waiting.release(sequence)
 
@@ -174,7 +165,7 @@ class Scheduler:
             sequence = self.waiting.first()
             if sequence is None or self._still_blocked(sequence):
                 return
-            prefix = self._known_prefix(sequence)
+            prefix = self._prefixes.known(sequence)
             if not self._leaves_room(sequence, prefix.blocks):
                 self._blocked = (sequence, self.pool.num_free)
                 return
@@ -245,19 +236,6 @@ class Scheduler:
         table.extend(fresh)
         plan.grown.append((sequence, changed))
 
-    def _commit(self, sequence: Sequence, computed: int) -> None:
-        """Tell the prefix cache of blocks that this step filled."""
-        if self.cache is None:
-            return
-        size = self.limits.block_size
-        full = min(computed, len(sequence.tokens)) // size
-        while sequence.num_committed < full:
-            index = sequence.num_committed
-            key = token_key(sequence.tokens[index * size : (index + 1) * size])
-            parent = sequence.last_node or sequence.cache_context
-            sequence.last_node = self.cache.commit(parent, key, sequence.block_table[index])
-            sequence.num_committed += 1
-
     # -- admission and preemption ----------------------------------------------------------
 
     def _still_blocked(self, sequence: Sequence) -> bool:
@@ -266,37 +244,6 @@ class Scheduler:
             return False
         blocked, free = self._blocked
         return blocked is sequence and self.pool.num_free <= free
-
-    def _known_prefix(self, sequence: Sequence) -> _Prefix:
-        """From a running parent or from the cache, whichever has more.
-
-        One token at least is left to compute: a step must produce logits.
-        """
-        most = len(sequence.tokens) - 1
-        cached = self._cached_prefix(sequence, most)
-        parent = sequence.parent
-        if parent is not None and parent.state is SequenceState.RUNNING and sequence.use_cache:
-            tokens = min(most, sequence.shared_limit)
-            if cached.tokens < tokens <= parent.num_done:
-                blocks = parent.block_table[: self.limits.blocks_for(tokens)]
-                known = min(cached.committed, tokens // self.limits.block_size)
-                return _Prefix(blocks, tokens, known, cached.node)
-        return cached
-
-    def _cached_prefix(self, sequence: Sequence, limit: int) -> _Prefix:
-        """The longest chain of known blocks within the first `limit` tokens."""
-        blocks: list[int] = []
-        node, size = 0, self.limits.block_size
-        if self.cache is None or not sequence.use_cache:
-            return _Prefix(blocks, 0, 0, node)
-        for start in range(0, limit - limit % size, size):
-            key = token_key(sequence.tokens[start : start + size])
-            hit = self.cache.find(node or sequence.cache_context, key)
-            if hit is None:
-                break
-            node, block = hit
-            blocks.append(block)
-        return _Prefix(blocks, len(blocks) * size, len(blocks), node)
 
     def _leaves_room(self, sequence: Sequence, shared: list[int]) -> bool:
         """Whether all known tokens fit, with one block to spare for each running sequence.
@@ -307,7 +254,7 @@ class Scheduler:
         spare = len(self.running) + bool(self.running)
         return needed + spare <= self.pool.num_free - self.pool.num_free_in(shared)
 
-    def _start(self, sequence: Sequence, prefix: _Prefix) -> None:
+    def _start(self, sequence: Sequence, prefix: Prefix) -> None:
         self.pool.share(prefix.blocks)
         sequence.block_table = list(prefix.blocks)
         sequence.num_computed = sequence.num_done = prefix.tokens
