@@ -106,8 +106,7 @@ INLINE void gated(const Layer& layer, const Panel& panel, const Quantized& x, Ac
     rows_on_tiles<typename Gate::Op>(
         panel, pairs, [&](int64_t pair) INLINE_LAMBDA { return gate_and_up(layer, pair); },
         [&](const typename Gate::Op::Result* sums, int64_t row, int64_t pair) INLINE_LAMBDA {
-            const Gate gate(layer, x, act, pair);
-            for (int64_t r = 0; r < TILE_ROWS; r++) gate.finish(sums + r * 32, row + r, pair);
+            Gate(layer, x, act, pair).finish(sums, row, pair);
         });
 }
 

@@ -11,6 +11,7 @@ namespace tf {
 
 constexpr int64_t TILE_ROWS = 32;
 constexpr int64_t PANEL_BYTES = 1 << 20;  // of rows that are multiplied with all columns before the next ones
+constexpr int64_t KEPT_DEPTH = 12;        // tiles of each block of a pair that stay in the first cache
 
 // What is multiplied: `rows` (32 or more) of `depth_blocks` tiles each.
 struct Panel {
@@ -23,11 +24,11 @@ struct BlockPair {
     const uint8_t *first, *second;
 };
 
-// out [32][32] = 32 rows times a pair. Meanwhile `lines` cache lines a step of the depth are asked for, of
-// each block of the next pair, from their line `asked` on.
-template <typename Op, bool TWO>
-INLINE void rows_times_pair(const uint8_t* left, const Panel& panel, BlockPair right, BlockPair next, int64_t asked,
-                            int64_t lines, typename Op::Result* out) {
+// out [32][32] = 32 rows times a pair. The first KEPT_DEPTH tiles of the pair's blocks stay in the first cache for
+// the next rows; all else is streamed past it. meanwhile(k) is called at each step of the depth.
+template <typename Op, bool TWO, typename Meanwhile>
+INLINE void rows_times_pair(const uint8_t* left, const Panel& panel, BlockPair right, typename Op::Result* out,
+                            Meanwhile meanwhile) {
     const uint8_t* lower = left + 16 * panel.stride;
     before_tiles();
     _tile_zero(0);
@@ -35,18 +36,20 @@ INLINE void rows_times_pair(const uint8_t* left, const Panel& panel, BlockPair r
     if (TWO) _tile_zero(1);
     if (TWO) _tile_zero(3);
     for (int64_t k = 0; k < panel.depth_blocks; k++) {
-        _tile_loadd(4, left + k * DEPTH_BYTES, panel.stride);
-        _tile_loadd(6, right.first + k * BLOCK_BYTES, 64);
-        _tile_loadd(5, lower + k * DEPTH_BYTES, panel.stride);
-        if (TWO) _tile_loadd(7, right.second + k * BLOCK_BYTES, 64);
+        _tile_stream_loadd(4, left + k * DEPTH_BYTES, panel.stride);
+        _tile_stream_loadd(5, lower + k * DEPTH_BYTES, panel.stride);
+        if (k < KEPT_DEPTH) {
+            _tile_loadd(6, right.first + k * BLOCK_BYTES, 64);
+            if (TWO) _tile_loadd(7, right.second + k * BLOCK_BYTES, 64);
+        } else {
+            _tile_stream_loadd(6, right.first + k * BLOCK_BYTES, 64);
+            if (TWO) _tile_stream_loadd(7, right.second + k * BLOCK_BYTES, 64);
+        }
         Op::template multiply<0, 4, 6>();
         Op::template multiply<2, 5, 6>();
         if (TWO) Op::template multiply<1, 4, 7>();
         if (TWO) Op::template multiply<3, 5, 7>();
-        for (int64_t i = 0; i < lines; i++, asked++) {
-            _mm_prefetch((const char*)next.first + asked * 64, _MM_HINT_T1);
-            _mm_prefetch((const char*)next.second + asked * 64, _MM_HINT_T1);
-        }
+        meanwhile(k);
     }
     _tile_stored(0, out, 128);
     _tile_stored(2, out + 16 * 32, 128);
@@ -86,32 +89,46 @@ INLINE void pair_product(const Panel& panel, BlockPair right, BlockPair next, ty
 }
 
 // All rows times `pairs` pairs; the threads of a team take the pairs as they come. right(pair) gives the
-// BlockPair; finish(sums, row, pair) takes [32][32] sums of the rows from `row` on. The last rows overlap
-// with those before them where 32 does not divide their number: computed twice, to the same bits.
+// BlockPair; finish(sums, row, pair) takes the 32 sums of a row, while the tiles multiply for the next ones. The
+// last rows overlap with those before them where 32 does not divide their number: computed twice, to the same bits.
 template <typename Op, typename Right, typename Finish>
 INLINE void rows_on_tiles(const Panel& panel, int64_t pairs, Right right, Finish finish) {
-    alignas(64) typename Op::Result out[TILE_ROWS * 32];
+    alignas(64) typename Op::Result sums[2][TILE_ROWS * 32];
     configure_tiles(16, 16);
     const int64_t threads = omp_get_num_threads(), tall = PANEL_BYTES / panel.stride / TILE_ROWS * TILE_ROWS;
     const int64_t height = tall > TILE_ROWS ? tall : TILE_ROWS, block_lines = panel.depth_blocks * 16;
+    const int64_t rows_a_step = (TILE_ROWS + panel.depth_blocks - 1) / panel.depth_blocks;
+    int64_t left_row = 0, left_pair = -1;  // whose sums are to be finished
+    int now = 0;
+    const auto finish_rows = [&](const typename Op::Result* from, int64_t r, int64_t end) INLINE_LAMBDA {
+        for (; r < end && r < TILE_ROWS; r++) finish(from + r * 32, left_row + r, left_pair);
+    };
     for (int64_t top = 0; top < panel.rows; top += height) {
         const int64_t end = top + height < panel.rows ? top + height : panel.rows;
         const int64_t steps = (end - top + TILE_ROWS - 1) / TILE_ROWS, a_step = (16 + steps - 1) / steps;
 #pragma omp for schedule(dynamic) nowait
         for (int64_t pair = 0; pair < pairs; pair++) {
-            const BlockPair now = right(pair), next = right(pair + threads < pairs ? pair + threads : pair);
+            const BlockPair here = right(pair), next = right(pair + threads < pairs ? pair + threads : pair);
             for (int64_t step = 0; step < steps; step++) {
                 const int64_t at = top + step * TILE_ROWS, row = at + TILE_ROWS < end ? at : end - TILE_ROWS;
                 const int64_t asked = step * panel.depth_blocks * a_step, lines = asked < block_lines ? a_step : 0;
+                const auto meanwhile = [&](int64_t k) INLINE_LAMBDA {
+                    if (left_pair >= 0) finish_rows(sums[1 - now], k * rows_a_step, (k + 1) * rows_a_step);
+                    for (int64_t line = asked + k * lines; line < asked + (k + 1) * lines; line++) {
+                        _mm_prefetch((const char*)next.first + line * 64, _MM_HINT_T1);
+                        _mm_prefetch((const char*)next.second + line * 64, _MM_HINT_T1);
+                    }
+                };
                 const uint8_t* left = panel.rows_at + row * panel.stride;
-                if (now.second)
-                    rows_times_pair<Op, true>(left, panel, now, next, asked, lines, out);
+                if (here.second)
+                    rows_times_pair<Op, true>(left, panel, here, sums[now], meanwhile);
                 else
-                    rows_times_pair<Op, false>(left, panel, now, next, asked, lines, out);
-                finish(out, row, pair);
+                    rows_times_pair<Op, false>(left, panel, here, sums[now], meanwhile);
+                left_row = row, left_pair = pair, now = 1 - now;
             }
         }
     }
+    if (left_pair >= 0) finish_rows(sums[1 - now], 0, TILE_ROWS);
     _tile_release();
 }
 
@@ -148,9 +165,7 @@ inline void bf16_rows(const Layer& layer) {
         [&](const float* sums, int64_t row, int64_t pair) INLINE_LAMBDA {
             const int64_t column = pair * 32, n = layer.columns - column;
             const f32x16 bias = bias_of(layer, column), other = n > LANES ? bias_of(layer, column + LANES) : f32x16{};
-            for (int64_t r = 0; r < TILE_ROWS; r++)
-                store_pair((bf16*)layer.out + (row + r) * layer.columns + column, load(sums + r * 32) + bias,
-                           load(sums + r * 32 + LANES) + other, n);
+            store_pair((bf16*)layer.out + row * layer.columns + column, load(sums) + bias, load(sums + LANES) + other, n);
         });
 }
 
@@ -162,10 +177,8 @@ template <typename T> void int8_rows(const Layer& layer, const Quantized& x) {
             const int64_t column = pair * 32, n = layer.columns - column;
             const Scales first = scales_of<T>(layer, column);
             const Scales second = n > LANES ? scales_of<T>(layer, column + LANES) : Scales{};
-            for (int64_t r = 0; r < TILE_ROWS; r++)
-                store_pair((T*)layer.out + (row + r) * layer.columns + column,
-                           scaled(layer, first, load(sums + r * 32), x.scales[row + r]),
-                           scaled(layer, second, load(sums + r * 32 + LANES), x.scales[row + r]), n);
+            store_pair((T*)layer.out + row * layer.columns + column, scaled(layer, first, load(sums), x.scales[row]),
+                       scaled(layer, second, load(sums + LANES), x.scales[row]), n);
         });
 }
 
