@@ -34,7 +34,8 @@ from tokenfleet.producer.address import CLUSTER, WAY_OUT, Address, parse_address
 from tokenfleet.producer.dialing import dial, dial_like, hang_up, look_again
 from tokenfleet.producer.errors import BrokerUnavailable, BrokerUnsupported, InvalidJob
 from tokenfleet.producer.keys import Keys, check_name
-from tokenfleet.producer.scripts import Script
+from tokenfleet.producer.line import Line
+from tokenfleet.producer.scripts import Executor, Script
 
 Broker = str | aio.Redis | aio.RedisCluster | redis.Redis
 """What a client may be given: a URL, or a redis-py client."""
@@ -79,6 +80,8 @@ class Connection:
         self.partitions = partitions or (CLUSTER_PARTITIONS if self.cluster else 1)
         self._broker = broker
         self._client: Any = None
+        self._line: Line | None = None
+        """Of the scripts that run often."""
         self._checked = False
         self._pid = os.getpid()
 
@@ -91,6 +94,7 @@ class Connection:
         """The redis-py client, without retries of its own."""
         if self._client is None or self._pid != os.getpid():
             self._client, self._pid, self._checked = self._make(), os.getpid(), False
+            self._line = None
         return self._client
 
     def _make(self) -> Any:
@@ -109,15 +113,35 @@ class Connection:
             self._checked = client is self._client
 
     async def run(
-        self, script: Script, partition: int, keys: list[str], args: list[Any], *, patience_s: float
+        self,
+        script: Script,
+        partition: int,
+        keys: list[str],
+        args: list[Any],
+        *,
+        patience_s: float,
+        often: bool = False,
     ) -> Any:
-        """Run a script. It is repeated on a lost connection for `patience_s`; 0: never."""
+        """Run a script. It is repeated on a lost connection for `patience_s`; 0: never.
+
+        `often`: over a connection kept for such calls. A cluster's client knows which server a
+        partition has moved to, so there they go through it as all others.
+        """
         prefix = self.keys(partition).prefix
 
         async def once() -> Any:
-            return await script.run(self.client, keys, [prefix, self.announce, *args])
+            executor = self._kept() if often else self.client
+            return await script.run(executor, keys, [prefix, self.announce, *args])
 
         return await self._persist(once, patience_s)
+
+    def _kept(self) -> Executor:
+        client: Executor = self.client
+        if self.cluster:
+            return client
+        if self._line is None:
+            self._line = Line(lambda: self.line_to(0))
+        return client if self._line.busy else self._line
 
     async def execute(self, *command: Any) -> Any:
         """Run a command that may be repeated, for as long as connect_timeout_s."""
@@ -169,7 +193,12 @@ class Connection:
     async def aclose(self) -> None:
         """Close what was opened here; a client that was handed in stays open."""
         client, self._client = self._client, None
-        if client is not None and client is not self._broker and self._pid == os.getpid():
+        line, self._line = self._line, None
+        if self._pid != os.getpid():
+            return
+        if line is not None:
+            await line.hang_up()
+        if client is not None and client is not self._broker:
             await hang_up(client)
 
     async def _persist(self, once: Any, patience_s: float) -> Any:
@@ -189,7 +218,7 @@ class Connection:
                         "give the CA's file: ?ssl_ca_certs=/path/to/ca.pem"
                     ) from error
                 if isinstance(error, ReadOnlyError):
-                    await look_again(self.client)
+                    await self._look_again()
                 pause = _PAUSES_S[min(tries, len(_PAUSES_S) - 1)]
                 tries += 1
                 if time.monotonic() + pause >= give_up:
@@ -207,6 +236,11 @@ class Connection:
                 raise BrokerUnsupported(
                     f"Redis refuses a script: {error}; `tokenfleet acl` prints the rights it needs"
                 ) from error
+
+    async def _look_again(self) -> None:
+        if self._line is not None:
+            await self._line.hang_up()
+        await look_again(self.client)
 
     def describe(self) -> str:
         """The server's address for messages, without the password."""

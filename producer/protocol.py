@@ -28,7 +28,7 @@ __all__ = [
     "State",
     "Timings",
     "Usage",
-    "pack_tokens",
+    "plain_record",
 ]
 
 
@@ -71,7 +71,9 @@ class Event:
     def pack(self) -> bytes:
         """The bytes for the log."""
         if self._is_plain():
-            return pack_tokens(self.offset, self.choice, self.attempt, self.token_ids, self.text)
+            record = plain_record(self.choice, self.attempt, self.token_ids)
+            record["offset"], record["text"] = self.offset, self.text
+            return write_plain(record)
         wire = wire_of(self)
         if self.error is not None:
             wire["error"] = [self.error.code, self.error.message]
@@ -237,30 +239,22 @@ class JobStatus:
     error: EventError | None = None
 
 
-def pack_tokens(
-    offset: int, choice: int, attempt: int, token_ids: Sequence[int], text: str
-) -> bytes:
-    """The bytes of an event of tokens and text only, without the event: a worker's hot path."""
-    if choice:
-        return write_plain(
-            {
-                "v": SCHEMA_VERSION,
-                "offset": offset,
-                "choice": choice,
-                "attempt": attempt,
-                "token_ids": token_ids,
-                "text": text,
-            }
-        )
-    return write_plain(
-        {
-            "v": SCHEMA_VERSION,
-            "offset": offset,
-            "attempt": attempt,
-            "token_ids": token_ids,
-            "text": text,
-        }
-    )
+def plain_record(choice: int, attempt: int, token_ids: Sequence[int]) -> dict[str, Any]:
+    """The map of an event of tokens and text only, without `offset` and `text`, for write_plain.
+
+    A worker keeps one for each choice, sets the two, and packs it flush after flush.
+    """
+    record = {
+        "v": SCHEMA_VERSION,
+        "offset": 0,
+        "choice": choice,
+        "attempt": attempt,
+        "token_ids": token_ids,
+        "text": "",
+    }
+    if not choice:
+        del record["choice"]
+    return record
 
 
 def _choice(wire: Mapping[str, Any]) -> Choice:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
+from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -62,8 +63,9 @@ def unpack(packed: bytes, what: str) -> dict[str, Any]:
 
 def build(kind: type[Record], wire: dict[str, Any], what: str) -> Record:
     """The record of `wire`. Raises UndecodableJob for unknown or missing fields."""
-    unknown = wire.keys() - set(_layout(kind)[0])
-    if unknown:
+    known = _known(kind)  # type: ignore[arg-type]  # mypy takes no generic class for hashable
+    if not wire.keys() <= known:
+        unknown = wire.keys() - known
         raise UndecodableJob(what, sorted(map(str, unknown)), "must hold only known fields")
     try:
         return kind(**wire)
@@ -94,25 +96,14 @@ def write(wire: dict[str, Any]) -> bytes:
         return packed
 
 
-_plain_packer = msgpack.Packer()
+write_plain: Callable[[dict[str, Any]], bytes] = msgpack.Packer().pack
+"""The same for texts, integers and lists of them only: cheaper, and it is done for each event.
 
+Packing them runs no Python code, so one call ends before another thread's begins.
+"""
 
-def write_plain(wire: dict[str, Any]) -> bytes:
-    """The same for texts, integers and lists of them only: cheaper, and it is done for each event.
-
-    Packing them runs no Python code, so one call ends before another thread's begins.
-    """
-    packed: bytes = _plain_packer.pack(wire)
-    return packed
-
-
-_script_packer = msgpack.Packer(use_bin_type=False)
-
-
-def write_for_script(rows: list[Any]) -> bytes:
-    """Plain values for a script to unpack. cmsgpack knows no bin type: bytes go as texts do."""
-    packed: bytes = _script_packer.pack(rows)
-    return packed
+write_for_script: Callable[[list[Any]], bytes] = msgpack.Packer(use_bin_type=False).pack
+"""Plain values for a script to unpack. cmsgpack knows no bin type: bytes go as texts do."""
 
 
 Layout = tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]], tuple[Any, ...]]
@@ -130,3 +121,9 @@ def _layout(kind: type) -> Layout:
         )
         _layouts[kind] = (names, attrgetter(*names), defaults)
     return _layouts[kind]
+
+
+@cache
+def _known(kind: type) -> frozenset[str]:
+    """A dataclass's field names."""
+    return frozenset(_layout(kind)[0])

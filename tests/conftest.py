@@ -33,6 +33,7 @@ from tokenfleet.producer.errors import BrokerUnavailable
 from tokenfleet.producer.keys import GROUP, Keys, keys_of
 from tokenfleet.producer.protocol import Event, JobRequest
 from tokenfleet.producer.submission import Submission
+from tokenfleet.worker.claims import flat
 from tokenfleet.worker.queue import ClaimedJob, Emission, JobQueue
 
 _numbers = itertools.count(1)
@@ -170,7 +171,7 @@ class Lab:
 
     def emission(self, job: ClaimedJob, start: int, *events: Event) -> Emission:
         """The events as a worker sends them."""
-        return Emission(job.id, job.attempt, start, events)
+        return job.id, job.attempt, [start, *flat(events)[1:]]
 
     async def until(self, check: Callable[[], Awaitable[bool]]) -> None:
         """Ask the server again and again; the test's timeout ends a wait in vain."""

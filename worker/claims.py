@@ -1,15 +1,15 @@
-"""What a worker holds and hands over: claimed jobs, emissions, and what Redis said of them.
+"""What a worker holds and hands over: claimed jobs, their entries, and what Redis said of them.
 
-Invariant: the events of one emission follow each other without a gap, and a terminal event, where
-there is one, is the last and carries no token.
+Invariant: the events in a job's entries follow each other without a gap, and none of them ends its
+stream: the script that ends the job makes that one.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from tokenfleet.producer.errors import TokenfleetError
 from tokenfleet.producer.protocol import Event, JobRequest, JobResult, State
@@ -55,25 +55,12 @@ class ClaimedJob:
     entry: str = field(repr=False, default="")
 
 
-class Loggable(Protocol):
-    """An event as far as the log is concerned: an Event, or what a worker has packed already."""
+Entries = list[Any]
+"""Events of a job as the scripts take them, flat: the offset that they start at, then for each its
+bytes and the offset after it. So the last one is the offset of what follows. Empty: no events."""
 
-    @property
-    def offset(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def final(self) -> bool: ...
-    def pack(self) -> bytes: ...
-
-
-class Emission(NamedTuple):
-    """New events of one job. They follow each other from start_offset without a gap."""
-
-    job_id: str
-    attempt: int
-    start_offset: int
-    events: Sequence[Loggable]
+Emission = tuple[str, int, Entries]
+"""What emit takes of one job: id, attempt, entries. 256 of them go in each flush."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +70,17 @@ class EmitOutcome:
     fenced: frozenset[str]
     """Another attempt's, or ended: stop and throw away."""
     behind: frozenset[str]
-    """Nothing was written: the log does not end at start_offset, see `logged`."""
+    """Nothing was written: the log does not end where the entries start, see `logged`."""
     cancelled: frozenset[str]
     """To be ended: someone asked, the subscribers left, or the deadline passed."""
     expired: frozenset[str] = frozenset()
     """Those of `cancelled` whose deadline passed."""
     logged: Mapping[str, int] = field(default_factory=dict)
     """Offset that the log ends at, for those behind."""
+
+
+ALL_LOGGED = EmitOutcome(frozenset(), frozenset(), frozenset())
+"""There was nothing to say of any job."""
 
 
 def claimed_job(raw: Sequence[Any], now_ms: int) -> ClaimedJob:
@@ -118,6 +109,8 @@ def outcome_of(codes: Sequence[tuple[str, int, int]]) -> EmitOutcome:
     def having(bits: int) -> frozenset[str]:
         return frozenset(job_id for job_id, code, _ in codes if code & bits)
 
+    if not codes:
+        return ALL_LOGGED
     return EmitOutcome(
         fenced=having(FENCED),
         behind=having(BEHIND),
@@ -127,30 +120,12 @@ def outcome_of(codes: Sequence[tuple[str, int, int]]) -> EmitOutcome:
     )
 
 
-def flat(events: Iterable[Loggable]) -> list[Any]:
-    """Events as the scripts take them: offset after each, then its payload."""
-    parts: list[Any] = []
+def flat(events: Sequence[Event]) -> Entries:
+    """Events as entries."""
+    entries: Entries = [event.offset for event in events[:1]]
     for event in events:
-        parts += (event.end, event.pack())
-    return parts
-
-
-def split_final(events: Sequence[Loggable]) -> tuple[Sequence[Loggable], bytes]:
-    """The events before the end, and the packed terminal event; empty when there is none.
-
-    A terminal event with tokens becomes two: the log's ids tell tokens and ends apart.
-    """
-    if not events or not events[-1].final:
-        return events, b""
-    final = events[-1]
-    assert isinstance(final, Event)  # nothing else knows that it is the last
-    if not final.token_ids:
-        return events[:-1], final.pack()
-    tokens = replace(final, final=False, error=None)
-    final = replace(
-        final, offset=final.end, token_ids=(), text="", logprobs=None, prompt_logprobs=None
-    )
-    return [*events[:-1], tokens], final.pack()
+        entries += (event.pack(), event.end)
+    return entries
 
 
 def last_reason(state: State, result: JobResult | None) -> str:

@@ -8,42 +8,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenfleet.producer.protocol import Event, pack_tokens
-
-
-class Entry:
-    """An event as it goes to the log: its place, and the bytes. 256 of them are made each flush."""
-
-    __slots__ = ("end", "offset", "payload")
-
-    final = False
-    """No entry ends a stream: the queue adds the terminal event."""
-
-    def __init__(self, offset: int, end: int, payload: bytes) -> None:
-        self.offset = offset
-        self.end = end
-        self.payload = payload
-
-    def pack(self) -> bytes:
-        """The bytes, as Event.pack."""
-        return self.payload
-
-    @classmethod
-    def of(cls, event: Event) -> Entry:
-        """What an earlier attempt has logged."""
-        return cls(event.offset, event.end, event.pack())
+from tokenfleet.producer.protocol import Event, plain_record
+from tokenfleet.producer.wire import write_plain
+from tokenfleet.worker.claims import Entries
 
 
 class Draft:
-    """What one choice has made since its last entry."""
+    """What one choice has made since its last entry. It is kept, and filled again: 256 of them
+    become entries in each flush."""
 
-    __slots__ = ("extra", "text", "token_ids")
+    __slots__ = ("_record", "extra", "text", "token_ids")
 
-    def __init__(self) -> None:
+    def __init__(self, choice: int, attempt: int) -> None:
         self.token_ids: list[int] = []
         self.text = ""
         self.extra: dict[str, Any] | None = None
         """The other fields of the event; nearly no draft has any."""
+        self._record = plain_record(choice, attempt, self.token_ids)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything in it."""
+        return bool(self.token_ids or self.text or self.extra)
 
     def add(self, **fields: Any) -> None:
         """Set other fields of the event."""
@@ -54,13 +39,27 @@ class Draft:
         if logprobs:
             self.add(logprobs=(*(self.extra or {}).get("logprobs", ()), *logprobs))
 
-    def entry(self, offset: int, choice: int, attempt: int) -> Entry | None:
-        """The draft as an entry that starts at `offset`; None when there is nothing in it."""
-        token_ids, text = self.token_ids, self.text
+    def under(self, attempt: int) -> None:
+        """Let what is in it, and what comes, be this attempt's."""
+        self._record["attempt"] = attempt
+
+    def move_to(self, entries: Entries) -> None:
+        """Make what is in it the next of the entries."""
+        token_ids, record = self.token_ids, self._record
         if self.extra is not None:
-            event = Event(offset, choice, attempt, tuple(token_ids), text, **self.extra)
-            return Entry.of(event)
-        if not token_ids and not text:
-            return None
-        payload = pack_tokens(offset, choice, attempt, token_ids, text)
-        return Entry(offset, offset + len(token_ids), payload)
+            payload = self._event(entries[-1]).pack()
+            self.extra = None
+        elif token_ids or self.text:
+            record["offset"], record["text"] = entries[-1], self.text
+            payload = write_plain(record)
+        else:
+            return
+        entries += (payload, entries[-1] + len(token_ids))
+        token_ids.clear()
+        self.text = ""
+
+    def _event(self, offset: int) -> Event:
+        choice, attempt = self._record.get("choice", 0), self._record["attempt"]
+        return Event(
+            offset, choice, attempt, tuple(self.token_ids), self.text, **(self.extra or {})
+        )

@@ -6,8 +6,8 @@
 
 A leaving job hears nothing more of its engine: that says "cancelled" of what was only taken away.
 
-Every output token of the job is in exactly one place: the log, the batch of entries on its way
-there (`in_flight`), or the drafts behind it (drafts.py). The three follow each other without a gap.
+Every output token of the job is in exactly one place: the log, the entries on their way there, or
+the drafts behind them (drafts.py). The three follow each other without a gap.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from tokenfleet.engine.request import EngineRequest
 from tokenfleet.producer.keys import partition_of
 from tokenfleet.producer.protocol import Choice, EventError, JobResult, Timings, Usage
 from tokenfleet.worker.choices import ChoiceState, TextStream
-from tokenfleet.worker.drafts import Draft, Entry
+from tokenfleet.worker.claims import Entries, flat
+from tokenfleet.worker.drafts import Draft
 from tokenfleet.worker.engine_link.engine_process import StepEvent
 from tokenfleet.worker.queue import ClaimedJob
 
@@ -82,19 +83,18 @@ class Job:
         self.ending: Ending | None = None
         self.request: EngineRequest
         self.choices: list[ChoiceState] = []
-        self.logged = claimed.offset
-        """Output tokens in the log, all choices together."""
-        self.in_flight: tuple[Entry, ...] = ()
-        """Entries handed to Redis whose reply has not come."""
-        self.history = [Entry.of(event) for event in claimed.logged]
-        """What is in the log, as it was logged: Redis may have to be told again."""
+        self._entries = flat(claimed.logged) or [claimed.offset]
+        """All that is in the log or on its way there."""
+        self._logged = len(self._entries) - 1
+        """Where in them the log ends, as far as replies have come."""
         self.suspended = False
         """Whether nothing may be published: it is being found out whose the job is."""
         self.timer: asyncio.TimerHandle | None = None
         """Goes off at the deadline."""
         self.first_token_at: float | None = None
         """Monotonic, in this attempt."""
-        self._drafts: dict[int, Draft] = {}
+        self._drafts: list[Draft] = []
+        """One for each choice."""
         self._prompt_logprobs: tuple[Any, ...] | None = next(
             (e.prompt_logprobs for e in claimed.logged if e.prompt_logprobs is not None), None
         )
@@ -131,7 +131,19 @@ class Job:
     @property
     def dirty(self) -> bool:
         """Whether the publisher has something to do for it."""
-        return bool(self._drafts or self.in_flight or self.ending)
+        on_the_way = len(self._entries) - 1 > self._logged
+        return bool(any(self._drafts) or on_the_way or self.ending)
+
+    @property
+    def logged(self) -> int:
+        """Output tokens in the log, all choices together."""
+        offset: int = self._entries[self._logged]
+        return offset
+
+    @property
+    def history(self) -> Entries:
+        """What is in the log, as it was logged: Redis may have to be told again."""
+        return self._entries[: self._logged + 1]
 
     def move(self, stage: Stage) -> None:
         """One step through MOVES."""
@@ -155,8 +167,9 @@ class Job:
         """Take the engine's request and what `replayed` gave; `ready` follows."""
         self.request = request
         for index, (choice, held) in enumerate(replayed):
-            if held:
-                self._draft(index).text += held
+            draft = Draft(index, self.claimed.attempt)
+            draft.text = held
+            self._drafts.append(draft)
             self.choices.append(choice)
 
     def ready(self) -> None:
@@ -174,7 +187,7 @@ class Job:
         if choice.finish_reason is not None or self.stage is not Stage.RUNNING:
             return False
         text, token_ids, stop = choice.push(event.token_ids, reason)
-        draft = self._draft(index)
+        draft = self._drafts[index]
         draft.token_ids += token_ids
         draft.text += text
         if event.logprobs is not None:
@@ -205,19 +218,16 @@ class Job:
         self.ending = ending
         self.move(Stage.ENDED)
 
-    def take(self) -> tuple[Entry, ...]:
+    def take(self) -> Entries:
         """All that is not known to be logged: entries whose reply was lost, then the drafts."""
-        if self._drafts:
-            entries = self._number(self.in_flight[-1].end if self.in_flight else self.logged)
-            self.in_flight = (*self.in_flight, *entries)
-        return self.in_flight
+        entries = self._entries
+        for draft in self._drafts:
+            draft.move_to(entries)
+        return entries[self._logged :] if len(entries) - 1 > self._logged else []
 
     def arrived(self) -> None:
         """The entries that `take` gave are in the log."""
-        if self.in_flight:
-            self.logged = self.in_flight[-1].end
-            self.history += self.in_flight
-            self.in_flight = ()
+        self._logged = len(self._entries) - 1
 
     @property
     def adoptable(self) -> bool:
@@ -227,7 +237,8 @@ class Job:
     def adopted(self, claimed: ClaimedJob) -> None:
         """It is ours again, under a new attempt and with its log written again."""
         self.claimed = claimed
-        self.logged = claimed.offset
+        for draft in self._drafts:
+            draft.under(claimed.attempt)
         self.suspended = False
 
     def result(self, now: float | None = None) -> JobResult:
@@ -264,22 +275,6 @@ class Job:
             first_token_s=None if first is None or resumed else waited + first - self.claimed_at,
             total_s=waited + now - self.claimed_at,
         )
-
-    def _draft(self, choice: int) -> Draft:
-        draft = self._drafts.get(choice)
-        if draft is None:
-            draft = self._drafts[choice] = Draft()
-        return draft
-
-    def _number(self, offset: int) -> list[Entry]:
-        entries = []
-        for choice, draft in self._drafts.items():
-            entry = draft.entry(offset, choice, self.claimed.attempt)
-            if entry is not None:
-                entries.append(entry)
-                offset = entry.end
-        self._drafts.clear()
-        return entries
 
     def _what_stopped(self, choice: ChoiceState, stop: str | None, reason: str) -> str | int | None:
         if stop is not None:

@@ -19,6 +19,8 @@ from tokenfleet.worker.queue import Emission, EmitOutcome, JobQueue, LogBehind
 
 _LOGGING = (Stage.RUNNING, Stage.LEAVING)
 """Stages in which a job's tokens go to its log."""
+_GONE = Stage.GONE
+"""To name it costs a fifth of a microsecond, each flush asks for it 256 times."""
 
 
 class Owner(Protocol):
@@ -139,12 +141,14 @@ class Publisher:
             return
 
     async def _emit(self, jobs: list[Job]) -> bool:
-        sent = [job for job in jobs if job.take()]
+        sent: list[Job] = []
+        emissions: list[Emission] = []
+        for job in jobs:
+            if entries := job.take():
+                sent.append(job)
+                emissions.append((job.id, job.claimed.attempt, entries))
         if not sent:
             return True
-        emissions = [
-            Emission(job.id, job.claimed.attempt, job.logged, job.in_flight) for job in sent
-        ]
         try:
             outcome = await self._queue.emit(emissions)
         except BROKER_ERRORS as error:
@@ -156,7 +160,7 @@ class Publisher:
             return False
         told = outcome.fenced | outcome.behind | outcome.cancelled
         for job in sent:
-            if job.stage is Stage.GONE:
+            if job.stage is _GONE:
                 continue
             if job.id in told:
                 self._settle(job, outcome)

@@ -23,8 +23,8 @@ from tokenfleet.worker.claims import (
     ClaimedJob,
     Emission,
     EmitOutcome,
+    Entries,
     LogBehind,
-    Loggable,
     by_partition,
     text,
     together,
@@ -35,7 +35,7 @@ from tokenfleet.worker.priorities import ClassOrder
 from tokenfleet.worker.rescue import Rescue
 from tokenfleet.worker.taker import Taker
 
-__all__ = ["ClaimedJob", "Emission", "EmitOutcome", "JobQueue", "LogBehind"]
+__all__ = ["ClaimedJob", "Emission", "EmitOutcome", "Entries", "JobQueue", "LogBehind"]
 
 RENEW, RELEASE, FAIL = (
     load("tokenfleet.worker.lua", name) for name in ("renew", "release", "fail")
@@ -159,26 +159,25 @@ class JobQueue:
         codes = await self._run(RENEW, partition, keys, args)
         return {job.id for job, code in zip(group, codes) if code & FENCED}
 
-    async def emit(self, emissions: Sequence[Emission]) -> EmitOutcome:
+    async def emit(self, emissions: list[Emission]) -> EmitOutcome:
         """Log and announce; one call per partition. Repeating it does no harm."""
         return await self._log.emit(emissions)
 
     async def finish(
         self,
         job: ClaimedJob,
-        events: Sequence[Loggable],
+        entries: Entries,
         result: JobResult | None,
         *,
         state: str = "finished",
         error: EventError | None = None,
     ) -> bool:
-        """The job's end, with its last events. True: it is in Redis; False: fenced.
+        """The job's end, behind its last events. True: it is in Redis; False: fenced.
 
-        The terminal event is the last of `events` when that is final, and made here otherwise.
         `cancelled` becomes `expired` where nobody asked to cancel and the deadline has passed.
         Raises LogBehind when the log does not reach the first event.
         """
-        return await self._log.finish(job, events, result, state=State(state), error=error)
+        return await self._log.finish(job, entries, result, state=State(state), error=error)
 
     async def release(
         self, jobs: Iterable[ClaimedJob], reason: str, *, preempted: bool = False
@@ -213,14 +212,14 @@ class JobQueue:
         """
         return await self._fail(job.id, job.attempt, code, message, retryable=retryable)
 
-    async def adopt(self, job: ClaimedJob, events: Sequence[Loggable]) -> ClaimedJob | None:
+    async def adopt(self, job: ClaimedJob, entries: Entries) -> ClaimedJob | None:
         """Give Redis back a job that it has forgotten while it ran here (FLUSHALL).
 
-        `events`: all that had been logged, as they were logged. Returns the job under its new
+        `entries`: all that had been logged, as it was logged. Returns the job under its new
         attempt, to go on with (`logged` stays what the claim brought); None when Redis knows the
         job: it is another's then.
         """
-        return await self._log.adopt(job, events)
+        return await self._log.adopt(job, entries)
 
     async def reclaim(self, limit: int = 100) -> int:
         """Move on jobs whose lease or deadline is over, in all classes. Returns how many."""

@@ -35,6 +35,7 @@ from tokenfleet.worker.engine_link.engine_process import EngineHandle, EngineInf
 from tokenfleet.worker.health import HealthServer
 from tokenfleet.worker.intake import Intake
 from tokenfleet.worker.lease import LeaseKeeper
+from tokenfleet.worker.loops import fastest_loop
 from tokenfleet.worker.observing.queue_watch import QueueWatch
 from tokenfleet.worker.observing.telemetry import Telemetry
 from tokenfleet.worker.preemption import Seats
@@ -339,12 +340,9 @@ def engines(
 
 
 def run_worker(service: WorkerService) -> int:
-    """Run a worker on the fastest event loop there is; returns its exit code."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(service.run())
-    return int(uvloop.run(service.run()))
+    """Run a worker; returns its exit code."""
+    with asyncio.Runner(loop_factory=fastest_loop()) as runner:
+        return runner.run(service.run())
 
 
 async def _end_all(tasks: list[asyncio.Task[None]]) -> None:

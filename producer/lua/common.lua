@@ -43,15 +43,17 @@ local function has_text(id, offset, payload)
   return false
 end
 
--- Appends events that start at `start`, without those that an earlier try of the same call has
--- logged. `events` is a flat list: offset after the event, payload, ...
+-- Appends events, without those that an earlier try of the same call has logged. `events` is a flat
+-- list, from `first` on: the offset that they start at, then for each its payload and the offset after it;
+-- or nothing.
 -- Returns the offset now, the last entry and the fewest hearers; nil when the log does not reach
--- `start`, reaches beyond the events, or ends inside one: nothing was written then.
-local function append_events(id, job, start, events)
+-- their start, reaches beyond the events, or ends inside one: nothing was written then.
+local function append_events(id, job, events, first)
   local logged, last, heard = tonumber(job.offset), job.last, nil
+  local start = tonumber(events[first]) or logged
   if logged < start then return nil end
-  for i = 1, #events, 2 do
-    local after, payload, wish = tonumber(events[i]), events[i + 1], nil
+  for i = first + 1, #events, 2 do
+    local payload, after, wish = events[i], tonumber(events[i + 1]), nil
     if after > logged then
       if start < logged then return nil end
       wish = after .. '-0'

@@ -25,7 +25,8 @@ from tokenfleet.producer import (
     Usage,
 )
 from tokenfleet.producer.embedded import EmbeddedServer
-from tokenfleet.worker.queue import ClaimedJob, Emission, JobQueue
+from tokenfleet.worker.claims import flat
+from tokenfleet.worker.queue import ClaimedJob, JobQueue
 
 _numbers = itertools.count(1)
 
@@ -44,13 +45,13 @@ class Hand:
 
     async def say(self, job: ClaimedJob, *events: Event) -> Any:
         """Log events; what the queue says of the job."""
-        return await self.queue.emit([Emission(job.id, job.attempt, events[0].offset, events)])
+        return await self.queue.emit([(job.id, job.attempt, flat(events))])
 
     async def finish(self, job: ClaimedJob, text: str, offset: int) -> None:
         choice = Choice(text=text, token_ids=tuple(range(offset)), finish_reason="stop")
         result = JobResult(choices=(choice,), usage=Usage(3, offset))
         last = Event(offset=offset, attempt=job.attempt, finish_reason="stop")
-        assert await self.queue.finish(job, [last], result)
+        assert await self.queue.finish(job, flat([last]), result)
 
     async def status(self, job_id: str) -> JobStatus:
         return await self.client.job(job_id).status()

@@ -30,7 +30,7 @@ from tokenfleet.producer.connection import _check_version
 from tokenfleet.producer.embedded import EmbeddedServer
 from tokenfleet.producer.keys import new_job_id
 from tokenfleet.producer.protocol import Choice, Event, EventError, JobResult
-from tokenfleet.worker.queue import Emission
+from tokenfleet.worker.claims import flat
 
 RESULT = JobResult(choices=(Choice(text="ab", token_ids=(1, 2), finish_reason="stop"),))
 
@@ -78,7 +78,7 @@ async def test_a_result_comes_when_the_job_ends(lab):
     waiting = asyncio.create_task(job.result(timeout_s=60))
     (claimed,) = await queue.claim(1)
     event = Event(offset=0, token_ids=(1, 2), text="ab", attempt=1)
-    await queue.emit([Emission(job.id, 1, 0, (event,))])
+    await queue.emit([(job.id, 1, flat([event]))])
     await queue.finish(claimed, [], RESULT)
     assert (await waiting).text == "ab"
     assert (await job.result()).finish_reason == "stop"
@@ -128,7 +128,7 @@ async def test_the_status_follows_the_job(lab):
     assert (status.state, status.attempt, status.owner, status.offset) == ("waiting", 0, None, 0)
     (claimed,) = await queue.claim(1)
     event = Event(offset=0, token_ids=(1, 2), text="ab", attempt=1)
-    await queue.emit([Emission(job.id, 1, 0, (event,))])
+    await queue.emit([(job.id, 1, flat([event]))])
     status = await job.status()
     assert (status.state, status.attempt, status.owner, status.offset) == ("running", 1, "w1", 2)
     assert (status.model, status.priority, status.ended_ms) == ("m", "batch", None)
@@ -329,7 +329,7 @@ def _start_one(server: EmbeddedServer, namespace: str) -> None:
         await queue.ensure()
         (job,) = await queue.claim(1)
         event = Event(offset=0, token_ids=(1,), text="a", attempt=1)
-        await queue.emit([Emission(job.id, 1, 0, (event,))])
+        await queue.emit([(job.id, 1, flat([event]))])
         await queue.aclose()
 
     asyncio.run(run())

@@ -17,6 +17,7 @@ from tokenfleet.producer.embedded import EmbeddedServer
 from tokenfleet.producer.hub import REREAD, Hub
 from tokenfleet.producer.keys import partition_of
 from tokenfleet.producer.protocol import Choice, Event, JobResult
+from tokenfleet.worker.claims import flat
 from tokenfleet.worker.queue import Emission, JobQueue
 
 SLOTS = 16384
@@ -154,7 +155,7 @@ async def _collect(job: Any) -> list[Event]:
 
 def _emission(job: Any, offset: int) -> Emission:
     event = Event(offset=offset, token_ids=(offset,), text="a", attempt=job.attempt)
-    return Emission(job.id, job.attempt, offset, (event,))
+    return job.id, job.attempt, flat([event])
 
 
 def _join(servers: list[EmbeddedServer]) -> None:

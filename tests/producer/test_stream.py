@@ -14,7 +14,7 @@ from tokenfleet.producer.errors import InvalidJob, JobExpired, StreamInterrupted
 from tokenfleet.producer.hub import MOST_WAITING
 from tokenfleet.producer.keys import new_job_id
 from tokenfleet.producer.protocol import Choice, Event, JobResult
-from tokenfleet.worker.queue import Emission
+from tokenfleet.worker.claims import flat
 
 WORDS = [f"w{n} " for n in range(30)]
 
@@ -35,7 +35,7 @@ class Writer:
                 text=WORDS[self.offset % len(WORDS)],
                 attempt=self.job.attempt,
             )
-            await self.queue.emit([Emission(self.job.id, self.job.attempt, self.offset, (event,))])
+            await self.queue.emit([(self.job.id, self.job.attempt, flat([event]))])
             self.offset += 1
 
     async def finish(self) -> None:
@@ -121,7 +121,7 @@ async def test_an_offset_inside_an_event_gives_the_tokens_from_there(valkey_lab)
     (job,) = await queue.claim(1)
     probs = ({1: -0.1}, {2: -0.2}, {3: -0.3})
     event = Event(offset=0, token_ids=(1, 2, 3), text="abc", attempt=1, logprobs=probs)
-    await queue.finish(job, [event], JobResult(choices=(Choice(text="abc"),)))
+    await queue.finish(job, flat([event]), JobResult(choices=(Choice(text="abc"),)))
     first, _ = await collect(valkey_lab.client().job(job_id).stream(from_offset=2))
     assert (first.offset, first.token_ids, first.logprobs) == (2, (3,), probs[2:])
 
@@ -147,7 +147,7 @@ async def test_text_without_a_token_is_streamed_in_its_place(valkey_lab):
     texts, task = await _live(valkey_lab, job_id)
     for offset, ids, text in ((0, (1,), "a"), (1, (), "b"), (1, (), "c"), (1, (2,), "d")):
         event = Event(offset=offset, token_ids=ids, text=text, attempt=1)
-        await queue.emit([Emission(job.id, 1, offset, (event,))])
+        await queue.emit([(job.id, 1, flat([event]))])
     await queue.finish(job, [], JobResult(choices=(Choice(text="abcd"),)))
     await task
     assert "".join(texts) == "abcd"
@@ -223,7 +223,7 @@ async def test_a_slow_subscriber_reads_the_log_instead_of_filling_memory(valkey_
     queue, job = writer.queue, writer.job
     total = MOST_WAITING + 50
     batch = [Event(offset=1 + n, token_ids=(n,), text="x", attempt=1) for n in range(total)]
-    await queue.emit([Emission(job.id, 1, 1, tuple(batch))])
+    await queue.emit([(job.id, 1, flat(batch))])
     writer.offset = total + 1
     await writer.finish()
     events += await collect(stream)
@@ -345,7 +345,7 @@ async def test_a_subscriber_whose_connection_breaks_frees_the_slot_by_the_next_e
     while not cancelled:
         event = Event(offset=writer.offset, token_ids=(1,), text="x", attempt=1)
         writer.offset += 1
-        outcome = await writer.queue.emit([Emission(writer.job.id, 1, event.offset, (event,))])
+        outcome = await writer.queue.emit([(writer.job.id, 1, flat([event]))])
         cancelled = outcome.cancelled
         await asyncio.sleep(0.01)
     assert cancelled == {writer.job.id}

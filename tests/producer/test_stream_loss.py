@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tokenfleet.producer.protocol import Choice, Event, JobResult
-from tokenfleet.worker.queue import Emission
+from tokenfleet.worker.claims import flat
 
 TEXT = "abcdefghijklmnopqrst"
 
@@ -31,9 +31,7 @@ class Loser:
             await self.emit(event)
 
     async def emit(self, event: Event) -> None:
-        outcome = await self.queue.emit(
-            [Emission(self.job.id, self.job.attempt, event.offset, (event,))]
-        )
+        outcome = await self.queue.emit([(self.job.id, self.job.attempt, flat([event]))])
         assert (outcome.fenced, outcome.behind) == (frozenset(), frozenset())
         self.offset = event.end
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tokenfleet.producer.protocol import Choice, Event, JobResult
+from tokenfleet.worker.claims import flat
 
 RESULT = JobResult(choices=(Choice(text="ab", token_ids=(1, 2), finish_reason="length"),))
 
@@ -54,12 +55,12 @@ async def test_a_zombie_can_neither_emit_nor_finish_nor_release_nor_fail(lab):
     outcome = await zombie_queue.emit([lab.emission(zombie, 0, lab.token(0, 666))])
     assert outcome.fenced == {job_id}
     assert await zombie_queue.renew([zombie]) == {job_id}
-    assert not await zombie_queue.finish(zombie, [lab.token(0, 666)], RESULT)
+    assert not await zombie_queue.finish(zombie, flat([lab.token(0, 666)]), RESULT)
     assert await zombie_queue.release([zombie], "test") == frozenset()
     assert await zombie_queue.fail(zombie, "c", "m", retryable=True) is None
     assert await lab.log(job_id) == []
     assert (await lab.fields(job_id))["owner"] == "w2"
-    assert await queue.finish(job, [lab.token(0, 1, attempt=2)], RESULT)
+    assert await queue.finish(job, flat([lab.token(0, 1, attempt=2)]), RESULT)
 
 
 async def test_one_call_settles_each_job_on_its_own(lab):

@@ -6,6 +6,7 @@ import pytest
 
 from tokenfleet.producer.keys import GROUP
 from tokenfleet.producer.protocol import Choice, EventError, JobResult
+from tokenfleet.worker.claims import flat
 from tokenfleet.worker.queue import LogBehind
 
 RESULT = JobResult(choices=(Choice(text="ab", token_ids=(1, 2), finish_reason="length"),))
@@ -18,7 +19,7 @@ async def test_finish_leaves_nothing_behind_in_the_queue(lab):
     queue = await lab.queue()
     job_id = await lab.submit(idempotency_key="k", deadline_s=60)
     (job,) = await queue.claim(1)
-    assert await queue.finish(job, [lab.token(0, 1, 2)], RESULT)
+    assert await queue.finish(job, flat([lab.token(0, 1, 2)]), RESULT)
     fields = await lab.fields(job_id)
     assert fields["state"] == "finished"
     assert "request" not in fields
@@ -37,20 +38,10 @@ async def test_a_repeated_finish_says_yes_and_writes_nothing(lab):
     job_id = await lab.submit()
     (job,) = await queue.claim(1)
     for _ in range(3):
-        assert await queue.finish(job, [lab.token(0, 1, 2)], RESULT)
+        assert await queue.finish(job, flat([lab.token(0, 1, 2)]), RESULT)
     log = await lab.log(job_id)
     assert [event.final for event in log] == [False, True]
     assert (log[-1].finish_reason, log[-1].offset) == ("length", 2)
-
-
-async def test_a_terminal_event_with_tokens_is_logged_as_tokens_and_an_end(lab):
-    queue = await lab.queue()
-    job_id = await lab.submit()
-    (job,) = await queue.claim(1)
-    assert await queue.finish(job, [lab.token(0, 1, 2, final=True, finish_reason="stop")], RESULT)
-    tokens, end = await lab.log(job_id)
-    assert (tokens.token_ids, tokens.final) == ((1, 2), False)
-    assert (end.token_ids, end.final, end.finish_reason) == ((), True, "stop")
 
 
 async def test_finish_says_when_redis_has_lost_part_of_the_log(lab):
@@ -58,7 +49,7 @@ async def test_finish_says_when_redis_has_lost_part_of_the_log(lab):
     await lab.submit()
     (job,) = await queue.claim(1)
     with pytest.raises(LogBehind) as caught:
-        await queue.finish(job, [lab.token(3, 1)], RESULT)
+        await queue.finish(job, flat([lab.token(3, 1)]), RESULT)
     assert caught.value.logged == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from tokenfleet.producer.protocol import Choice, JobResult
+from tokenfleet.worker.claims import flat
 
 RESULT = JobResult(choices=(Choice(text="a", token_ids=(1,), finish_reason="length"),))
 
@@ -113,13 +114,13 @@ async def test_a_finish_at_the_moment_the_lease_ends_makes_one_end_that_never_ch
         job_id = await lab.submit()
         (job,) = await queue.claim(1)
         await lab.expire_lease(job)
-        calls = [queue.finish(job, [lab.token(0)], RESULT), reaper.reclaim()]
+        calls = [queue.finish(job, flat([lab.token(0)]), RESULT), reaper.reclaim()]
         first, second = await asyncio.gather(*(calls if number % 2 else calls[::-1]))
         finished = first if number % 2 else second
         if not finished:
             assert await lab.log(job_id) == []
             (again,) = await reaper.claim(1)
-            assert await reaper.finish(again, [lab.token(0, attempt=2)], RESULT)
+            assert await reaper.finish(again, flat([lab.token(0, attempt=2)]), RESULT)
         assert await lab.state(job_id) == "finished"
         assert [event.final for event in await lab.log(job_id)] == [False, True]
         assert await reaper.claim(1) == []

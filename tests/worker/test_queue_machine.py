@@ -29,7 +29,8 @@ from tokenfleet.producer.errors import QueueFull
 from tokenfleet.producer.keys import PRIORITIES
 from tokenfleet.producer.protocol import Choice, Event, EventError, JobResult, State
 from tokenfleet.producer.states import MOVES
-from tokenfleet.worker.queue import ClaimedJob, Emission
+from tokenfleet.worker.claims import flat
+from tokenfleet.worker.queue import ClaimedJob
 from tokenfleet.worker.rules import EVERY_OTHER, Rules, TenantLimits
 
 WORKERS = ("w1", "w2", "w3")
@@ -182,7 +183,7 @@ class QueueMachine(RuleBasedStateMachine):
     def emit(self, data: Any, count: int, lost_reply: bool, held: Held | None = None) -> None:
         held = held or self.pick(data)
         events = tuple(self.event(held, held.offset + n) for n in range(count))
-        emission = Emission(held.job.id, held.job.attempt, held.offset, events)
+        emission = (held.job.id, held.job.attempt, flat(events))
         queue = self.queues[held.worker]
         if lost_reply:
             self.do(queue.emit([emission]))
@@ -205,7 +206,7 @@ class QueueMachine(RuleBasedStateMachine):
         error = EventError("c", "m") if state == "failed" else None
         result = RESULT if state == "finished" else None
         call = self.queues[held.worker].finish
-        done = self.do(call(held.job, [event], result, state=state, error=error))
+        done = self.do(call(held.job, flat([event]), result, state=state, error=error))
         if current:
             assert done
             job = self.jobs[held.job.id]

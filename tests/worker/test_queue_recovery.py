@@ -11,14 +11,14 @@ import pytest
 from tokenfleet.producer.errors import BrokerUnavailable
 from tokenfleet.producer.keys import GROUP
 from tokenfleet.producer.protocol import Choice, Event, JobResult
-from tokenfleet.worker.queue import Emission
+from tokenfleet.worker.claims import Emission, flat
 
 RESULT = JobResult(choices=(Choice(text="a", token_ids=(1,), finish_reason="length"),))
 
 
 def one_token(job: Any, offset: int) -> Emission:
     event = Event(offset=offset, token_ids=(offset,), text="a", attempt=job.attempt)
-    return Emission(job.id, job.attempt, offset, (event,))
+    return job.id, job.attempt, flat([event])
 
 
 async def three_states(lab: Any, queue: Any) -> tuple[Any, Any, str]:
@@ -172,10 +172,10 @@ async def test_a_forgotten_job_is_adopted_once_with_its_log_under_the_next_attem
     log = await lab.log(job_id)
     await lab.raw.delete(*await lab.raw.keys(f"{lab.keys.prefix}:*"))
     assert (await queue.emit([one_token(job, 2)])).fenced == {job_id}
-    adopted = await queue.adopt(job, log)
+    adopted = await queue.adopt(job, flat(log))
     assert (adopted.attempt, adopted.offset) == (2, 2)
-    assert await queue.adopt(job, log) == adopted
-    assert await other.adopt(job, log) is None
+    assert await queue.adopt(job, flat(log)) == adopted
+    assert await other.adopt(job, flat(log)) is None
     assert await lab.log(job_id) == log
     assert await other.claim(9) == []
     assert await other.reclaim() == 0
@@ -218,7 +218,7 @@ async def test_an_adopted_job_has_every_field_that_its_claim_knew(lab):
     await anext(stream)
     before, log = await lab.fields(job_id), await lab.log(job_id)
     await lab.raw.delete(*await lab.raw.keys(f"{lab.keys.prefix}:*"))
-    adopted = await queue.adopt(job, log)
+    adopted = await queue.adopt(job, flat(log))
     after = await lab.fields(job_id)
     changed = {name for name in before.keys() | after if before.get(name) != after.get(name)}
     assert changed == {"attempt", "claimed", "stream", "entry"}
@@ -238,7 +238,7 @@ async def test_a_job_submitted_again_after_its_adoption_is_not_run_twice(lab):
     assert await lab.raw.pttl(lab.keys.idempotency("default", "k")) > 0
 
 
-async def test_a_job_submitted_again_before_its_adoption_runs_in_the_place_of_the_forgotten_one(
+async def test_a_job_submitted_again_before_its_adoption_runs_instead_of_the_forgotten_one(
     lab,
 ):
     queue = await lab.queue("w1")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tokenfleet.producer.protocol import Choice, Event, JobResult
+from tokenfleet.worker.claims import flat
 
 LONG = os.environ.get("TOKENFLEET_CHAOS") == "long"
 WAITING = 50_000 if LONG else 10_000
@@ -42,7 +43,9 @@ async def test_jobs_that_are_done_leave_nothing_behind_when_their_time_is_over(v
     for _ in range(4):
         jobs = await queue.claim(128)
         event = Event(offset=0, token_ids=(1,), text="a", attempt=1)
-        assert all(await asyncio.gather(*(queue.finish(job, [event], RESULT) for job in jobs)))
+        assert all(
+            await asyncio.gather(*(queue.finish(job, flat([event]), RESULT) for job in jobs))
+        )
     assert await lab.entries() == 0
 
     async def only_queues_left() -> bool:
@@ -71,7 +74,7 @@ async def test_memory_is_back_to_within_five_percent_when_the_results_have_expir
         await lab.client().submit_many([{"model": "m", "prompt": "x"}] * count)
         while jobs := await queue.claim(128):
             event = Event(offset=0, token_ids=(1,), text="a", attempt=1)
-            await asyncio.gather(*(queue.finish(job, [event], RESULT) for job in jobs))
+            await asyncio.gather(*(queue.finish(job, flat([event]), RESULT) for job in jobs))
         assert await lab.entries() == 0
         await lab.until(lambda: _only_queues(lab))
 

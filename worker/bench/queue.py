@@ -1,8 +1,10 @@
 """What the queue costs, without an engine: jobs submitted, events emitted, and beside them XADD.
 
-One client process and one server on this machine. The server's cost is the CPU time that it says it
-used; the client's is that of this process, making a flush's events (`packing`) apart from sending
-them. Everything is repeated in turns, as machines drift.
+One client process, on the event loop that workers use, and one server on this machine. The server's
+cost is the CPU time that it says it used; the client's is that of this process. For a flush it is
+all that a worker does (flush.py): `packing` (entries made from drafts, and what was logged noted),
+`sending` (the queue's call), and `client` the two together. Everything is repeated in turns, as
+machines drift.
 
 Invariant: a rate counts only when Redis holds what was to be done: every job, every token.
 """
@@ -23,14 +25,11 @@ from typing import Any
 from tokenfleet.producer.client import AsyncClient
 from tokenfleet.producer.embedded import EmbeddedServer
 from tokenfleet.producer.protocol import SamplingParams
+from tokenfleet.worker.bench.flush import TOKENS, TimedQueue, flushing
 from tokenfleet.worker.bench.runs import BenchFailed, Say, processor, version_of
-from tokenfleet.worker.claims import ClaimedJob
-from tokenfleet.worker.drafts import Draft
-from tokenfleet.worker.queue import Emission, JobQueue
+from tokenfleet.worker.loops import fastest_loop
 
 MODEL = "bench"
-TOKENS = 8
-"""Tokens of one emit."""
 RUNNING = 256
 """Jobs whose events one flush takes along."""
 BATCH = 2_500
@@ -87,7 +86,8 @@ class Series:
 
 def bench_queue(config: QueueBench, say: Say) -> dict[str, Any]:
     """Measure, and return everything found. Raises BenchFailed when something was not done."""
-    return asyncio.run(_bench(config, say))
+    with asyncio.Runner(loop_factory=fastest_loop()) as runner:
+        return runner.run(_bench(config, say))
 
 
 async def _bench(config: QueueBench, say: Say) -> dict[str, Any]:
@@ -140,48 +140,18 @@ async def _submit(client: AsyncClient, jobs: list[Mapping[str, Any]]) -> None:
 async def _emitting(server: EmbeddedServer, client: AsyncClient, flushes: int) -> dict[str, float]:
     async with _queue(server, client) as queue:
         jobs = await queue.claim(RUNNING)
-        await queue.emit(_flush(jobs, 0))
-        began = time.process_time()
-        later = [_flush(jobs, number) for number in range(1, flushes + 1)]
-        packing_s = time.process_time() - began
-        cost = await _cost(client, lambda: _emit(queue, later))
-        names = client.link.connection.keys(0)
-        logged = await client.link.connection.execute("HGET", names.job(jobs[-1].id), "offset")
-        if int(logged) != TOKENS * (flushes + 1):
-            raise BenchFailed(f"the log holds {int(logged)} of {TOKENS * (flushes + 1)} tokens")
-    return {
-        "emits_per_s": RUNNING * flushes / cost.wall_s,
-        "packing_ms_per_flush": packing_s / flushes * 1e3,
-        "client_ms_per_flush": cost.client_s / flushes * 1e3,
-        "server_ms_per_flush": cost.server_s / flushes * 1e3,
-    }
-
-
-async def _emit(queue: JobQueue, flushes: list[list[Emission]]) -> None:
-    for emissions in flushes:
-        outcome = await queue.emit(emissions)
-        if outcome.fenced or outcome.behind:
-            raise BenchFailed(f"{len(outcome.fenced | outcome.behind)} emits were refused")
-
-
-def _flush(jobs: list[ClaimedJob], number: int) -> list[Emission]:
-    """One flush as a worker makes it of its drafts: for each job the same number of tokens."""
-    start = number * TOKENS
-    tokens = list(range(1000 + start, 1000 + start + TOKENS))
-    flush = []
-    for job in jobs:
-        draft = Draft()
-        draft.token_ids, draft.text = tokens, " a few words of text as tokens give it"
-        entry = draft.entry(start, 0, job.attempt)
-        assert entry is not None
-        flush.append(Emission(job.id, job.attempt, start, (entry,)))
-    return flush
+        figures = await flushing(queue, jobs, flushes, lambda: _server_cpu_s(client))
+    names = client.link.connection.keys(0)
+    logged = await client.link.connection.execute("HGET", names.job(jobs[-1].id), "offset")
+    if int(logged) != TOKENS * (flushes + 1):
+        raise BenchFailed(f"the log holds {int(logged)} of {TOKENS * (flushes + 1)} tokens")
+    return figures
 
 
 @asynccontextmanager
-async def _queue(server: EmbeddedServer, client: AsyncClient) -> AsyncIterator[JobQueue]:
+async def _queue(server: EmbeddedServer, client: AsyncClient) -> AsyncIterator[TimedQueue]:
     namespace = client.link.connection.namespace
-    queue = JobQueue(server.url, namespace=namespace, model_name=MODEL, worker_id="bench")
+    queue = TimedQueue(server.url, namespace=namespace, model_name=MODEL, worker_id="bench")
     try:
         await queue.ensure()
         yield queue

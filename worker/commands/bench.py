@@ -177,7 +177,8 @@ def bench_queue(
     results = found["results"]
     for name in (
         *("jobs_per_s", "client_us_per_job", "server_us_per_job"),
-        *("emits_per_s", "packing_ms_per_flush", "client_ms_per_flush", "server_ms_per_flush"),
+        *("emits_per_s", "packing_ms_per_flush", "sending_ms_per_flush"),
+        *("client_ms_per_flush", "server_ms_per_flush"),
         *("xadd_per_s", "xadd_pipelined_per_s"),
     ):
         if name in results:

@@ -22,6 +22,7 @@ import typer
 
 from tokenfleet.worker.commands import base
 from tokenfleet.worker.commands.base import Output
+from tokenfleet.worker.loops import fastest_loop
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -211,17 +212,8 @@ def _serve(settings: WorkerSettings, log_format: str) -> int:
         )
         return await service.run()
 
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=fastest_loop()) as runner:
         return runner.run(serve())
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
 
 
 def started_at() -> float:

@@ -5,7 +5,7 @@
 -- ARGV[9] priority, ARGV[10] tenant, ARGV[11] deadline ms (0: none), ARGV[12] submitted ms,
 -- ARGV[13] max failures ('' : the worker's), ARGV[14] on_disconnect, ARGV[15] failures, ARGV[16] mark,
 -- ARGV[17] preempted, ARGV[18] traceparent, ARGV[19] idempotency key ('' : none), ARGV[20] payload digest,
--- then per event logged so far: offset after it, payload
+-- then what was logged so far, as append_events takes it
 -- Returns the new attempt (also when an earlier try was it); 0 when Redis knows the job otherwise, or
 --         another one that was submitted under its idempotency key meanwhile: nothing was written then.
 -- If it never runs: the job is gone, and its subscribers are told so.
@@ -45,8 +45,6 @@ account(id, ARGV[10], 'running')
 if ARGV[11] ~= '0' then redis.call('ZADD', KEYS[5], ARGV[11], id) end
 
 redis.call('DEL', KEYS[2])
-local events = {}
-for i = 21, #ARGV do events[i - 20] = ARGV[i] end
-local offset, last = append_events(id, { offset = 0, last = '0-0' }, 0, events)
+local offset, last = append_events(id, { offset = 0, last = '0-0' }, ARGV, 21)
 redis.call('HSET', KEYS[1], 'offset', offset, 'last', last)
 return attempt

@@ -2,7 +2,7 @@
 --
 -- KEYS[1] the first job's hash; the others are built from the prefix
 -- ARGV[3] msgpack, as one value costs the client a tenth of thousands: a list with per job
---         [id, attempt, start offset, [offset after an event, its payload, ...]]
+--         [id, attempt, events as append_events takes them]
 -- Returns triples, flat, for the jobs that there is something to say of: position (from 1), code,
 --         offset logged. code is a sum: 1 fenced (another attempt, or ended: stop, throw away),
 --         2 behind (the log does not end where these events start: nothing was written, go on from
@@ -22,10 +22,10 @@ local function watch(id, job, key, heard)
   return now - tonumber(job.alone or now) >= GRACE_MS
 end
 
-local function emit(key, id, attempt, start, events)
+local function emit(key, id, attempt, events)
   local job = fields(key, 'state', 'attempt', 'offset', 'last', 'cancel', 'deadline', 'on_disconnect', 'watched', 'alone')
   if job.state ~= 'running' or tonumber(job.attempt) ~= attempt then return 1, 0 end
-  local code, offset, last, heard = 0, append_events(id, job, start, events)
+  local code, offset, last, heard = 0, append_events(id, job, events, 1)
   if offset == nil then
     code, offset = 2, tonumber(job.offset)
   else
@@ -41,7 +41,7 @@ local function emit(key, id, attempt, start, events)
 end
 
 for k, one in ipairs(cmsgpack.unpack(ARGV[3])) do
-  local code, offset = emit(job_key(one[1]), one[1], one[2], one[3], one[4])
+  local code, offset = emit(job_key(one[1]), one[1], one[2], one[3])
   if code > 0 then
     local n = #replies
     replies[n + 1], replies[n + 2], replies[n + 3] = k, code, offset

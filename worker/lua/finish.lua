@@ -3,9 +3,8 @@
 --
 -- KEYS[1] job hash, KEYS[2] event log
 -- ARGV[3] id, ARGV[4] attempt, ARGV[5] state, ARGV[6] result ('' : none), ARGV[7] error code ('' : none),
--- ARGV[8] error message, ARGV[9] result TTL ms, ARGV[10] log TTL ms, ARGV[11] terminal event ('' : made
--- here, with ARGV[12] as its finish reason), ARGV[13] start offset ('' : where the log ends), then per
--- event: offset after it, payload
+-- ARGV[8] error message, ARGV[9] result TTL ms, ARGV[10] log TTL ms, ARGV[11] finish reason of the
+-- terminal event, then the events before it, as append_events takes them
 -- Returns {1, ''} done (also when an earlier try was), {0, state} fenced: nothing was written,
 --         {2, offset} behind, as in emit.
 -- If it never runs: the job stays running until its lease ends, and goes on elsewhere.
@@ -13,22 +12,19 @@
 local id, attempt, state, now = ARGV[3], ARGV[4], ARGV[5], now_ms()
 local job = fields(KEYS[1], 'state', 'attempt', 'offset', 'last', 'idem', 'stream', 'entry', 'cancel', 'deadline',
   'finished_by', 'model', 'tenant')
-local final, reason = ARGV[11], ARGV[12]
+local reason = ARGV[11]
 -- an earlier try: the deadline may have passed before it, or since
 local asked = job.state == state or (state == 'cancelled' and job.state == 'expired')
 if job.finished_by == attempt and asked then return { 1, '' } end
 if state == 'cancelled' and not job.cancel and past(job.deadline, now) then
-  state, final, reason = 'expired', '', 'expired'
+  state, reason = 'expired', 'expired'
 end
 if job.state ~= 'running' or job.attempt ~= attempt then return { 0, job.state or '' } end
 
-local events = {}
-for i = 14, #ARGV do events[i - 13] = ARGV[i] end
-local offset, last = append_events(id, job, tonumber(ARGV[13]) or tonumber(job.offset), events)
+local offset, last = append_events(id, job, ARGV, 12)
 if offset == nil then return { 2, job.offset } end
 job.offset = offset
-if final == '' then final = last_event(job, reason, ARGV[7] ~= '' and ARGV[7] or nil, ARGV[8]) end
-last = append(id, last, offset .. '-*', final)
+last = append(id, last, offset .. '-*', last_event(job, reason, ARGV[7] ~= '' and ARGV[7] or nil, ARGV[8]))
 redis.call('HSET', KEYS[1], 'offset', offset, 'last', last, 'finished_by', attempt)
 if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'result', ARGV[6]) end
 if ARGV[7] ~= '' then redis.call('HSET', KEYS[1], 'error_code', ARGV[7], 'error_message', ARGV[8]) end

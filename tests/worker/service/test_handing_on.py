@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from tokenfleet.producer.protocol import Event
+from tokenfleet.worker.claims import flat
 from tokenfleet.worker.queue import Emission, EmitOutcome, JobQueue
 
 
@@ -128,7 +129,7 @@ async def test_a_job_whose_log_is_complete_ends_without_the_engine(fleet, until)
     job = await fleet.submit()
     (claimed,) = await until(lambda: other.claim(1))
     events = (Event(offset=0, attempt=1, token_ids=(97,), text="a", finish_reason="stop"),)
-    await other.emit([Emission(job, 1, 0, events)])
+    await other.emit([(job, 1, flat(events))])
     await other.release([claimed], "it dies between its last token and the end")
     await other.aclose()
     fleet.worker()
