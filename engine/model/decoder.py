@@ -6,13 +6,13 @@ and lies in the pools, so the same call serves chunks of prompts and decodes tog
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import overload
 
 import torch
 from torch import Tensor
 
-from tokenfleet.engine.model.mlp import DenseMlp, GroupedMoeMlp, MoeMlp
+from tokenfleet.engine.model import one_row
+from tokenfleet.engine.model.layer import Attention, Layer
 from tokenfleet.engine.model.spec import ModelSpec
 from tokenfleet.kernels.fp8 import FP8, Fp8Rows, Fp8Scales
 from tokenfleet.kernels.linear import PackedWeight, linear
@@ -20,31 +20,6 @@ from tokenfleet.kernels.norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rm
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool, paged_attention
 from tokenfleet.kernels.rope_kv import HeadNorms, rope_and_write_kv
 from tokenfleet.kernels.workspace import Workspace
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """Attention of one layer: weights, and what distinguishes it from its neighbours."""
-
-    qkv: PackedWeight  # [(Hq + 2 Hkv) D, H]
-    o: PackedWeight  # [H, Hq D]
-    q_norm: Tensor | None  # [D], or [Hq D] when the norm runs over the whole projection
-    k_norm: Tensor | None  # [D], or [Hkv D]
-    cos_sin: Tensor  # float32 [max_model_len, rotary_dim]; layers of one rope share it
-    window: int | None
-    kv_scales: tuple[float, float] = (1.0, 1.0)  # of keys and of values, for a cache in FP8
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One decoder layer. A norm that is None does not exist (spec.TensorNames)."""
-
-    attention: Attention
-    mlp: DenseMlp | MoeMlp | GroupedMoeMlp
-    attn_in: Tensor | None
-    attn_out: Tensor | None
-    mlp_in: Tensor | None
-    mlp_out: Tensor | None
 
 
 class Decoder:
@@ -108,6 +83,8 @@ class Decoder:
         workspace: Workspace | None,
     ) -> tuple[Tensor | None, Tensor]:
         """(what the last sub-block gave, not yet in the residual stream; the residual stream)."""
+        if one_row.takes(self.spec, self.layers, batch):
+            return None, one_row.layers(self.spec, self.layers, residual, batch, pools)
         added: Tensor | None = None
         for layer, pool in zip(self.layers, pools, strict=True):
             if workspace is not None:

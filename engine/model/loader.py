@@ -14,8 +14,9 @@ from torch import Tensor
 
 from tokenfleet.engine.errors import CheckpointError, ConfigError
 from tokenfleet.engine.model.checkpoint import Checkpoint
-from tokenfleet.engine.model.decoder import Attention, Decoder, Layer
+from tokenfleet.engine.model.decoder import Decoder
 from tokenfleet.engine.model.fp8_weights import STORED, is_in_fp8, take_fp8, take_kv_scales
+from tokenfleet.engine.model.layer import Attention, Layer
 from tokenfleet.engine.model.mlp import GATES, DenseMlp, GroupedMoeMlp, MoeMlp
 from tokenfleet.engine.model.rope import cos_sin_table
 from tokenfleet.engine.model.spec import LayerSpec, ModelSpec, MoESpec

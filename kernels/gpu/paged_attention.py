@@ -29,7 +29,7 @@ from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool
 LOG2E = math.log2(math.e)
 
 MAX_SPLITS = 32
-SPLIT_TOKENS = 256
+SPLIT_TOKENS = 128
 """A split of fewer tokens costs more in joining than it gains."""
 
 
@@ -117,7 +117,7 @@ def paged_attention(
     rows = T if one_token else T // tokens + batch.num_sequences + 1
     splits = pick_splits(gpu, rows * Hkv, batch.max_kv_len, window)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    parts, weights = (None, None) if splits == 1 else _parts(q, splits)
+    parts, weights = (None, None) if splits == 1 else empty_parts(q, splits)
     score_scale = scale * pool.k_scale * LOG2E
     if softcap is not None:
         score_scale *= 2.0 / softcap
@@ -136,13 +136,13 @@ def paged_attention(
     )  # fmt: skip
     if splits > 1:
         launch(
-            _join, (T, Hq), parts, weights, out, Hq,
+            join_parts, (T, Hq), parts, weights, out, Hq,
             DIM=D, DIM_PAD=max(16, triton.next_power_of_2(D)), SPLITS=splits, num_warps=4,
         )  # fmt: skip
     return out
 
 
-def _parts(q: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+def empty_parts(q: Tensor, splits: int) -> tuple[Tensor, Tensor]:
     """What the splits of a row found, and how much each weighs (log 2)."""
     T, Hq, D = q.shape
     parts = torch.empty((T, Hq, splits, D), dtype=torch.float32, device=q.device)
@@ -171,10 +171,15 @@ def pick_tiles(
     return Tiles(max(tiles.m, least), tiles.n, tiles.num_warps, tiles.num_stages)
 
 
-def pick_splits(gpu: Gpu, programs: int, max_kv_len: int, window: int | None) -> int:
-    """How many programs share a tile's keys: a power of two, so that few kernels exist."""
+def pick_splits(
+    gpu: Gpu, programs: int, max_kv_len: int, window: int | None, least: int = SPLIT_TOKENS
+) -> int:
+    """How many programs share a tile's keys: a power of two, so that few kernels exist.
+
+    least: tokens of a split.
+    """
     longest = max_kv_len if window is None else min(max_kv_len, window)
-    most = min(2 * gpu.num_sms // max(programs, 1), longest // SPLIT_TOKENS, MAX_SPLITS)
+    most = min(2 * gpu.num_sms // max(programs, 1), longest // least, MAX_SPLITS)
     return 1 << max(most, 1).bit_length() - 1
 
 
@@ -282,7 +287,7 @@ def _scores(q, keys, score_scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _pass(
+def attend_keys(
     acc, top, total, q, k_head, v_head, table, first, last, position, kv_stride_block,
     score_scale, softcap, window,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_N: tl.constexpr,
@@ -395,12 +400,12 @@ def _attention(
     table = tables + sequence.to(tl.int64) * table_stride
     k_head, v_head = k + kv_head * kv_stride_head, v + kv_head * kv_stride_head
     if not (WINDOW or ONE_TOKEN):
-        acc, top, total = _pass(
+        acc, top, total = attend_keys(
             acc, top, total, rows, k_head, v_head, table, first, whole, position,
             kv_stride_block, score_scale, softcap, window,
             DIM, DIM_PAD, BLOCK_SIZE, TILE_N, WINDOW, SOFTCAP, False,
         )  # fmt: skip
-    acc, top, total = _pass(
+    acc, top, total = attend_keys(
         acc, top, total, rows, k_head, v_head, table, whole, last, position,
         kv_stride_block, score_scale, softcap, window,
         DIM, DIM_PAD, BLOCK_SIZE, TILE_N, WINDOW, SOFTCAP, True,
@@ -421,7 +426,7 @@ def _attention(
 
 
 @triton.jit
-def _join(
+def join_parts(
     parts, part_weights, out, num_heads,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip

@@ -26,6 +26,8 @@ OPERATIONS = (
     "rng",
     "sampling",
     "linear",
+    "row",
+    "row_attention",
     "moe",
 )
 """Modules of this folder that have `examples(device) -> Iterator[Example]`."""
