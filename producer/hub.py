@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Final
 
@@ -44,7 +44,9 @@ class Subscription:
         self.line: _Line | None = None
         """Who listens for it; changed by the lines alone."""
         self._messages: deque[bytes | Reread] = deque()
-        self._some = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
+        """Of the `get` that waits; there is one at most."""
+        self._patience = Patience(self._wake)
 
     def push(self, message: bytes) -> None:
         """A message came."""
@@ -52,26 +54,66 @@ class Subscription:
             self.mark()
         else:
             self._messages.append(message)
-            self._some.set()
+            self._wake()
 
     def mark(self) -> None:
         """Forget what waits; the log is to be read."""
         self._messages.clear()
         self._messages.append(REREAD)
-        self._some.set()
+        self._wake()
 
     async def get(self, timeout_s: float) -> bytes | Reread | None:
         """The next message or mark; None after `timeout_s` of silence."""
         if not self._messages:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await self._some.wait()
-        if not self._messages:
-            return None
-        message = self._messages.popleft()
-        if not self._messages:
-            self._some.clear()
-        return message
+            self._waiter = asyncio.get_running_loop().create_future()
+            self._patience.begin(timeout_s)
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._messages.popleft() if self._messages else None
+
+    def close(self) -> None:
+        """Nobody will ask any more."""
+        self._patience.end()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Patience:
+    """Calls `over` once nothing has begun anew for a while.
+
+    One timer serves all waits of a stream and looks at the time when it goes off: a stream waits
+    for every message, and to make and cancel a timer each time costs more than to decode the event.
+    """
+
+    def __init__(self, over: Callable[[], None]) -> None:
+        self._over = over
+        self._until = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, timeout_s: float) -> None:
+        """Call in `timeout_s`, unless this is called again before."""
+        loop = asyncio.get_running_loop()
+        self._until = loop.time() + timeout_s
+        if self._timer is None:
+            self._timer = loop.call_at(self._until, self._look)
+
+    def end(self) -> None:
+        """Call no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = None
+        if loop.time() >= self._until:
+            self._over()
+        else:
+            self._timer = loop.call_at(self._until, self._look)
 
 
 class Hub:
@@ -101,6 +143,7 @@ class Hub:
 
     async def unsubscribe(self, subscription: Subscription) -> None:
         """Returns when the server no longer counts the subscriber, or cannot be asked."""
+        subscription.close()
         if subscription.line is not None:
             await subscription.line.remove(subscription)
 
@@ -247,6 +290,8 @@ class _Line:
                 await self._say(self._command, channel.decode())
             while True:
                 self._hear(await wire.read_response(push_request=True))
+                for reply in _read_already(wire):
+                    self._hear(reply)
         finally:
             self._wire = None
             for event in self._confirmed.values():
@@ -295,3 +340,20 @@ class _Line:
                 self._gone[channel].set()
             elif channel in self._ears and self._confirmed[channel].is_set():
                 self.drop()  # the slot moved to another server
+
+
+def _read_already(wire: Any) -> Iterator[Any]:
+    """Replies that came in the same read as the last one.
+
+    A flush announces the events of all running jobs at once, and `read_response` costs several
+    times what it takes to parse a message. Where redis-py has no such reader, it gives them one by
+    one.
+    """
+    parsed = getattr(getattr(wire, "_parser", None), "_reader", None)
+    while parsed is not None:
+        reply = parsed.gets()
+        if isinstance(reply, Exception):
+            raise reply
+        if not isinstance(reply, list):
+            return  # what is there is no whole reply
+        yield reply

@@ -1,7 +1,8 @@
 """The same work through Redis: what the queue, the worker process and the text cost.
 
 Server, worker, subscriber and engine share this machine's cores, as they would not in a fleet; the
-ratio to the engine alone is therefore the worst case of it.
+ratio to the engine alone is therefore the worst case of it. The subscriber runs on the loop that a
+worker and the gateway run on.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tokenfleet.worker.bench.runs import (
 )
 from tokenfleet.worker.bench.workloads import Workload, warm_up
 from tokenfleet.worker.demo.worker_process import WorkerProcess
+from tokenfleet.worker.loops import fastest_loop
 
 if TYPE_CHECKING:
     from tokenfleet.producer import AsyncClient, AsyncJob
@@ -47,7 +49,7 @@ class FleetContender:
 
     def __init__(self, config: BenchConfig) -> None:
         self._config = config
-        self._runner = asyncio.Runner()
+        self._runner = asyncio.Runner(loop_factory=fastest_loop())
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
