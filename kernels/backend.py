@@ -28,6 +28,7 @@ CHOICES = ("reference", "cpp", "triton", "auto")
 
 # the codes of enum Dtype in vec.h
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KV_DTYPE_CODES = {**DTYPE_CODES, torch.int8: 3}
 
 # Each takes one pointer to its arguments, packed by `struct` into fields of 8 bytes: ctypes would
 # spend longer on converting a dozen arguments than the smaller operations take.

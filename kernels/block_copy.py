@@ -28,3 +28,6 @@ def reference(pool: KVPool, sources: Tensor, targets: Tensor) -> None:
     sources, targets = sources[kept], targets[kept]
     pool.k[targets] = pool.k[sources]
     pool.v[targets] = pool.v[sources]
+    for scales in (pool.k_scales, pool.v_scales):
+        if scales is not None:
+            scales[targets] = scales[sources]

@@ -7,7 +7,8 @@
 namespace tf {
 
 struct Pool {
-    void *k, *v;  // [num_blocks, kv_heads, block_size, dim]
+    void *k, *v;                 // [num_blocks, kv_heads, block_size, dim]
+    float *k_scales, *v_scales;  // int8: [num_blocks, kv_heads, block_size]; others: null
     int64_t kv_heads, block_size, dim, dtype;
 };
 

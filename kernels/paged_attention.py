@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tokenfleet.kernels.backend import DTYPE_CODES, compiled, uses_triton
+from tokenfleet.kernels.backend import DTYPE_CODES, KV_DTYPE_CODES, compiled, uses_triton
 from tokenfleet.kernels.fp8 import FP8
 from tokenfleet.kernels.workspace import new_result
 
 # the structs of paged.h, and what paged_attention.cpp takes after them
-_PACK_POOL = struct.Struct("@2P4q").pack
+_PACK_POOL = struct.Struct("@4P4q").pack
 _PACK_BATCH = struct.Struct("@5P2q").pack
 _PACK = struct.Struct("@3P5q2d").pack
 
@@ -32,12 +32,17 @@ class KVPool:
     In the dtype float8_e4m3fn a stored code c stands for c x scale: rope_and_write_kv stores the
     code nearest to fp32 x * (1 / scale), cut to +-448; attention reads c x scale. For other dtypes
     the scales are 1 and play no part.
+
+    In int8, on a CPU only, each row (token and head) has a scale of its own, max |row| / 127, which
+    rope_and_write_kv stores beside its codes, round(x / scale).
     """
 
     k: Tensor  # [num_blocks, num_kv_heads, block_size, head_dim]
     v: Tensor  # the same shape and dtype
     k_scale: float = 1.0
     v_scale: float = 1.0
+    k_scales: Tensor | None = None  # int8: fp32 [num_blocks, num_kv_heads, block_size]
+    v_scales: Tensor | None = None
 
     _packed: bytes | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -53,10 +58,13 @@ class KVPool:
 
     def _pack(self) -> bytes:
         k, v = self.k, self.v
-        if k.dtype not in DTYPE_CODES or not (k.is_contiguous() and v.is_contiguous()):
+        if k.dtype not in KV_DTYPE_CODES or not (k.is_contiguous() and v.is_contiguous()):
             return b""
         _, heads, block_size, dim = k.shape
-        return _PACK_POOL(k.data_ptr(), v.data_ptr(), heads, block_size, dim, DTYPE_CODES[k.dtype])
+        scales = (0 if x is None else x.data_ptr() for x in (self.k_scales, self.v_scales))
+        return _PACK_POOL(
+            k.data_ptr(), v.data_ptr(), *scales, heads, block_size, dim, KV_DTYPE_CODES[k.dtype]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +169,7 @@ def reference(
     if decodes:
         out[:decodes] = _attend(
             q[:decodes, None],
-            _gather(pool.k, pool.k_scale, batch.block_tables[:decodes], batch.max_kv_len),
-            _gather(pool.v, pool.v_scale, batch.block_tables[:decodes], batch.max_kv_len),
+            *_keys_and_values(pool, batch.block_tables[:decodes], batch.max_kv_len),
             batch.kv_lens[:decodes],
             scale, window, softcap, sinks,
         )[:, 0]  # fmt: skip
@@ -172,22 +179,32 @@ def reference(
         kv_len = int(batch.kv_lens[s])
         out[start:end] = _attend(
             q[None, start:end],
-            _gather(pool.k, pool.k_scale, batch.block_tables[s : s + 1], kv_len),
-            _gather(pool.v, pool.v_scale, batch.block_tables[s : s + 1], kv_len),
+            *_keys_and_values(pool, batch.block_tables[s : s + 1], kv_len),
             batch.kv_lens[s : s + 1],
             scale, window, softcap, sinks,
         )[0]  # fmt: skip
     return out
 
 
-def _gather(blocks: Tensor, scale: float, tables: Tensor, length: int) -> Tensor:
+def _keys_and_values(pool: KVPool, tables: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    return (
+        _gather(pool.k, pool.k_scale, pool.k_scales, tables, length),
+        _gather(pool.v, pool.v_scale, pool.v_scales, tables, length),
+    )
+
+
+def _gather(
+    blocks: Tensor, scale: float, scales: Tensor | None, tables: Tensor, length: int
+) -> Tensor:
     """[num_blocks, H, B, D] through [S, M] -> [S, H, length rounded up to blocks, D]."""
     _, heads, block_size, dim = blocks.shape
-    used = -(-length // block_size)
-    tiles = blocks[tables[:, :used].long()]  # [S, used, H, B, D]
-    if blocks.dtype == FP8:
+    used = tables[:, : -(-length // block_size)].long()
+    tiles = blocks[used]  # [S, used, H, B, D]
+    if scales is not None:
+        tiles = tiles.float() * scales[used][..., None]
+    elif blocks.dtype == FP8:
         tiles = tiles.float() * scale
-    return tiles.transpose(1, 2).reshape(tables.shape[0], heads, used * block_size, dim)
+    return tiles.transpose(1, 2).reshape(tables.shape[0], heads, used.shape[1] * block_size, dim)
 
 
 def _attend(

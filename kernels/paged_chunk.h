@@ -59,11 +59,17 @@ void load_tile(const Problem& p, const Item& item, int64_t tile, int64_t begin, 
     int64_t rows[TILE];
     const int64_t low = begin > tile ? begin - tile : 0, high = end - tile < TILE ? end - tile : TILE;
     p.find_rows(item.sequence, item.head, tile + low, tile + high, rows + low);
+    float k_scales[TILE], v_scales[TILE];
+    if (p.kv_dtype == I8) {
+        p.find_scales(p.k_scales, item.sequence, item.head, tile + low, tile + high, k_scales + low);
+        p.find_scales(p.v_scales, item.sequence, item.head, tile + low, tile + high, v_scales + low);
+    }
     for (int64_t j = 0; j < TILE; j++) {
         const bool there = j >= low && j < high;
         const KV *k = (const KV*)p.k + (there ? rows[j] : 0), *v = (const KV*)p.v + (there ? rows[j] : 0);
         for (int64_t i = 0; i < p.dim; i += LANES) {
             f32x16 key = there ? load(k + i) : f32x16{}, value = there ? load(v + i) : f32x16{};
+            if (there && p.kv_dtype == I8) key *= k_scales[j], value *= v_scales[j];
             store(memory.values + j * p.dim + i, value);
             for (int l = 0; l < LANES; l++) memory.keys[(i + l) * TILE + j] = key[l];
         }
@@ -131,7 +137,7 @@ inline void chunk_item(const Problem& p, const Item& item) {
         memory.top[row] = NOTHING, memory.total[row] = 0.0f;
     }
     for (int64_t tile = chunk.begin / TILE * TILE; tile < chunk.end; tile += TILE) {
-        with_dtype(p.kv_dtype, [&]<typename KV>(KV*) { load_tile<KV>(p, item, tile, chunk.begin, chunk.end, memory); });
+        with_kv_dtype(p.kv_dtype, [&]<typename KV>(KV*) { load_tile<KV>(p, item, tile, chunk.begin, chunk.end, memory); });
         product<false>(memory.q, dim, memory.keys, TILE, memory.scores, TILE, padded, TILE, dim);
         for (int64_t row = 0; row < chunk.rows; row++) {
             float* acc = memory.acc + row * dim;

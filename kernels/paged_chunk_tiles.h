@@ -1,4 +1,5 @@
-// Chunk items of paged attention on AMX tiles: bf16 queries over bf16 KV, sums and softmax in fp32.
+// Chunk items of paged attention on AMX tiles: bf16 queries over bf16 KV, or int8 KV widened to bf16; sums and
+// softmax in fp32.
 //
 // The weights are rounded to bf16 for the product with V, as every bf16 attention does.
 #pragma once
@@ -11,7 +12,7 @@ namespace tf {
 // Whether chunks of this problem run on tiles.
 INLINE bool chunks_on_tiles(const Problem& p) {
 #if defined(TF_AMX)
-    return tiles_granted && p.dtype == BF16 && p.kv_dtype == BF16 && p.dim % 32 == 0;
+    return tiles_granted && p.dtype == BF16 && (p.kv_dtype == BF16 || p.kv_dtype == I8) && p.dim % 32 == 0;
 #else
     (void)p;
     return false;
@@ -28,8 +29,9 @@ struct TileScratch {
     float *scores, *acc, *top, *total;  // [BAND][TILE], [rows][dim]; top in base 2
     uint16_t *q, *weights;              // [rows][dim], [BAND][TILE]
     uint8_t *keys, *values;             // packed as tiles.h says: columns are tokens, and dimensions
+    uint16_t *wide_keys, *wide_values;  // [TILE][dim], of int8 KV
     TileScratch(int64_t rows, int64_t dim) {
-        const int64_t halves = (rows * dim + BAND * TILE + 2 * TILE * dim) / 2;
+        const int64_t halves = (rows * dim + BAND * TILE + 4 * TILE * dim) / 2;
         float* at = scratch(rows * dim + BAND * TILE + halves + 2 * rows);
         acc = at, at += rows * dim;
         scores = at, at += BAND * TILE;
@@ -37,6 +39,8 @@ struct TileScratch {
         weights = (uint16_t*)at, at += BAND * TILE / 2;
         keys = (uint8_t*)at, at += TILE * dim / 2;
         values = (uint8_t*)at, at += TILE * dim / 2;
+        wide_keys = (uint16_t*)at, at += TILE * dim / 2;
+        wide_values = (uint16_t*)at, at += TILE * dim / 2;
         top = at, at += rows;
         total = at;
     }
@@ -74,16 +78,33 @@ INLINE void pair_rows(const uint16_t* even, const uint16_t* odd, uint8_t* to) {
     _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
 }
 
+// Rows of int8 KV of the tokens [begin, begin + count), x their scales, as bf16.
+INLINE void widen(const Problem& p, const Item& item, const void* codes, const float* scales, const int64_t* rows,
+                  int64_t begin, int64_t count, uint16_t* to) {
+    float scale[TILE];
+    p.find_scales(scales, item.sequence, item.head, begin, begin + count, scale);
+    for (int64_t j = 0; j < count; j++)
+        for (int64_t i = 0; i < p.dim; i += LANES)
+            store((bf16*)to + j * p.dim + i, load((const i8*)codes + rows[j] + i) * scale[j]);
+}
+
 INLINE void pack_tile(const Problem& p, const Item& item, int64_t tile, int64_t begin, int64_t end, TileScratch& memory) {
     alignas(64) static const uint16_t nothing[1024] = {};  // a row of zeros for tokens outside
     const uint16_t *k[TILE], *v[TILE];
     int64_t rows[TILE];
     const int64_t low = begin > tile ? begin - tile : 0, high = end - tile < TILE ? end - tile : TILE;
     p.find_rows(item.sequence, item.head, tile + low, tile + high, rows + low);
+    const uint16_t *keys = (const uint16_t*)p.k, *values = (const uint16_t*)p.v;
+    if (p.kv_dtype == I8) {
+        widen(p, item, p.k, p.k_scales, rows + low, tile + low, high - low, memory.wide_keys);
+        widen(p, item, p.v, p.v_scales, rows + low, tile + low, high - low, memory.wide_values);
+        keys = memory.wide_keys, values = memory.wide_values;
+        for (int64_t j = low; j < high; j++) rows[j] = (j - low) * p.dim;
+    }
     for (int64_t j = 0; j < TILE; j++) {
         const bool there = j >= low && j < high;
-        k[j] = there ? (const uint16_t*)p.k + rows[j] : nothing;
-        v[j] = there ? (const uint16_t*)p.v + rows[j] : nothing;
+        k[j] = there ? keys + rows[j] : nothing;
+        v[j] = there ? values + rows[j] : nothing;
     }
     const int64_t depth = p.dim / 32;
     for (int64_t block = 0; block < TILE / 16; block++)

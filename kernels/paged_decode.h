@@ -1,6 +1,7 @@
 // Decode items of paged attention: one query token, a split of its KV, all query heads of a group.
 #pragma once
 
+#include "paged_decode_bytes.h"
 #include "paged_decode_pairs.h"
 #include "paged_problem.h"
 
@@ -40,8 +41,10 @@ INLINE void decode_values(const KV* v, const int64_t* rows, int64_t count, const
         for (int i = 0; i < VECS; i++) store(out + h * out_stride + i * LANES, total[h][i]);
 }
 
+// scales: of int8 KV, else null.
 template <int HEADS, typename KV>
-void decode_heads(const Problem& p, const Item& item, int64_t first_head, const int64_t* rows, float* partial) {
+void decode_heads(const Problem& p, const Item& item, int64_t first_head, const int64_t* rows,
+                  const RowScales* scales, float* partial) {
     const int64_t count = item.end - item.begin, whole = round_up(count, LANES), stride = partial_size(p);
     float* q = scratch(HEADS * (p.dim + SPLIT));
     float* scores = q + HEADS * p.dim;
@@ -49,11 +52,13 @@ void decode_heads(const Problem& p, const Item& item, int64_t first_head, const 
     decode_scores<HEADS>((const KV*)p.k, rows, count, q, p.dim, scores);
     for (int h = 0; h < HEADS; h++) {
         float* row = scores + h * SPLIT;
+        if (scales) multiply(row, scales->k, whole);
         if (p.softcap > 0) soften(row, whole, p.softcap);
         for (int64_t j = count; j < whole; j++) row[j] = NOTHING;
         float top = highest(row, whole);
         partial[h * stride] = top;
         partial[h * stride + 1] = exponentiate(row, whole, top);
+        if (scales) multiply(row, scales->v, whole);
     }
     const KV* v = (const KV*)p.v;
     int64_t i = 0;
@@ -84,9 +89,18 @@ inline void decode_item(const Problem& p, const Item& item, float* partials) {
         });
         return;
     }
-    with_dtype(p.kv_dtype, [&]<typename KV>(KV*) {
+    const bool scaled = p.kv_dtype == I8;
+    RowScales scales;
+    if (scaled) scales.find(p, item);
+    if (decodes_in_bytes(p)) {
         by_heads(p, item, partial, [&]<int HEADS>(int64_t head, float* to) {
-            decode_heads<HEADS, KV>(p, item, head, rows, to);
+            byte_heads<HEADS>(p, item, head, rows, scales, to);
+        });
+        return;
+    }
+    with_kv_dtype(p.kv_dtype, [&]<typename KV>(KV*) {
+        by_heads(p, item, partial, [&]<int HEADS>(int64_t head, float* to) {
+            decode_heads<HEADS, KV>(p, item, head, rows, scaled ? &scales : nullptr, to);
         });
     });
 }

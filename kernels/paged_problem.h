@@ -28,14 +28,14 @@ struct Problem {
     const void *q, *k, *v;
     void* out;
     const int32_t *query_starts, *kv_lens, *block_tables;
-    const float* sinks;
+    const float *sinks, *k_scales, *v_scales;  // scales: of int8 KV
     int64_t q_stride_token, q_stride_head, table_stride, sequences, q_heads, kv_heads, dim, block_size, window;
     int64_t dtype, kv_dtype;
     float scale, softcap;
 
     explicit Problem(const AttentionArguments& a)
         : q(a.q), k(a.pool.k), v(a.pool.v), out(a.out), query_starts(a.batch.query_starts), kv_lens(a.batch.kv_lens),
-          block_tables(a.batch.block_tables), sinks(a.sinks), q_stride_token(a.q_stride_token),
+          block_tables(a.batch.block_tables), sinks(a.sinks), k_scales(a.pool.k_scales), v_scales(a.pool.v_scales), q_stride_token(a.q_stride_token),
           q_stride_head(a.q_stride_head), table_stride(a.batch.table_stride), sequences(a.batch.sequences),
           q_heads(a.q_heads), kv_heads(a.pool.kv_heads), dim(a.pool.dim), block_size(a.pool.block_size),
           window(a.window), dtype(a.dtype), kv_dtype(a.pool.dtype), scale(a.scale), softcap(a.softcap) {}
@@ -50,6 +50,17 @@ struct Problem {
             int64_t first = ((table[index] * kv_heads + head) * block_size + offset) * dim;
             int64_t count = block_size - offset < left ? block_size - offset : left;
             for (int64_t j = 0; j < count; j++) *rows++ = first + j * dim;
+            left -= count;
+        }
+    }
+    // to[j] = scale of the K (or V) row of token begin + j, `from` being k_scales or v_scales; the same walk.
+    INLINE void find_scales(const float* from, int64_t s, int64_t head, int64_t begin, int64_t end, float* to) const {
+        const int32_t* table = block_tables + s * table_stride;
+        int64_t index = begin / block_size, offset = begin % block_size;
+        for (int64_t left = end - begin; left > 0; index++, offset = 0) {
+            int64_t count = block_size - offset < left ? block_size - offset : left;
+            memcpy(to, from + (table[index] * kv_heads + head) * block_size + offset, count * sizeof(float));
+            to += count;
             left -= count;
         }
     }

@@ -1,4 +1,5 @@
 // Rotary embedding and the write into the paged cache; see rope_kv.py for the contract.
+#include "linear_layer.h"
 #include "paged.h"
 
 using namespace tf;
@@ -41,6 +42,27 @@ INLINE void rotate(const From* x, To* out, const float* angles, int64_t dim, int
     copy(x + rot_dim, out + rot_dim, dim - rot_dim);
 }
 
+// One head of a token goes to its place in the pool: row number `at`.
+template <typename Q, typename KV>
+INLINE void write_key(const Pool& pool, const Q* x, int64_t at, const float* angles, int64_t rot_dim, bool interleaved) {
+    rotate(x, (KV*)pool.k + at * pool.dim, angles, pool.dim, rot_dim, interleaved);
+}
+template <typename Q, typename KV> INLINE void write_value(const Pool& pool, const Q* x, int64_t at) {
+    copy(x, (KV*)pool.v + at * pool.dim, pool.dim);
+}
+
+// The same in int8: the rotated row over its own scale.
+template <typename Q> INLINE void write_key_codes(const Pool& pool, const Q* x, int64_t at, const float* angles,
+                                                  int64_t rot_dim, bool interleaved) {
+    static thread_local std::vector<float> wide;
+    if ((int64_t)wide.size() < pool.dim) wide.resize(pool.dim);
+    rotate(x, wide.data(), angles, pool.dim, rot_dim, interleaved);
+    quantize_row(wide.data(), pool.dim, (int8_t*)pool.k + at * pool.dim, pool.dim, pool.k_scales + at);
+}
+template <typename Q> INLINE void write_value_codes(const Pool& pool, const Q* x, int64_t at) {
+    quantize_row(x, pool.dim, (int8_t*)pool.v + at * pool.dim, pool.dim, pool.v_scales + at);
+}
+
 }  // namespace
 
 // Each field is 8 bytes wide, in the order in which rope_kv.py packs them.
@@ -58,7 +80,7 @@ EXPORT void tf_rope_kv(const RopeArguments* arguments) {
     const RopeArguments a = *arguments;
     const int64_t dim = a.pool.dim, kv_heads = a.pool.kv_heads;
     with_dtype(a.dtype, [&]<typename Q>(Q*) {
-        with_dtype(a.pool.dtype, [&]<typename KV>(KV*) {
+        with_kv_dtype(a.pool.dtype, [&]<typename KV>(KV*) {
 #pragma omp parallel for if (a.tokens * (a.q_heads + kv_heads) * dim > SERIAL_ELEMENTS) schedule(static)
             for (int64_t t = 0; t < a.tokens; t++) {
                 const float* angles = a.cos_sin + a.batch.positions[t] * a.rot_dim;
@@ -70,10 +92,15 @@ EXPORT void tf_rope_kv(const RopeArguments* arguments) {
                 if (slot < 0) continue;
                 const int64_t block = slot / a.pool.block_size, offset = slot % a.pool.block_size;
                 for (int64_t h = 0; h < kv_heads; h++) {
-                    const int64_t at = ((block * kv_heads + h) * a.pool.block_size + offset) * dim;
-                    rotate((const Q*)a.k + t * a.k_stride + h * dim, (KV*)a.pool.k + at, angles, dim, a.rot_dim,
-                           a.interleaved);
-                    copy((const Q*)a.v + t * a.v_stride + h * dim, (KV*)a.pool.v + at, dim);
+                    const int64_t at = (block * kv_heads + h) * a.pool.block_size + offset;
+                    const Q *key = (const Q*)a.k + t * a.k_stride + h * dim, *value = (const Q*)a.v + t * a.v_stride + h * dim;
+                    if constexpr (std::is_same_v<KV, i8>) {
+                        write_key_codes(a.pool, key, at, angles, a.rot_dim, a.interleaved);
+                        write_value_codes(a.pool, value, at);
+                    } else {
+                        write_key<Q, KV>(a.pool, key, at, angles, a.rot_dim, a.interleaved);
+                        write_value<Q, KV>(a.pool, value, at);
+                    }
                 }
             }
         });

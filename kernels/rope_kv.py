@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tokenfleet.kernels.backend import DTYPE_CODES, compiled, uses_triton
 from tokenfleet.kernels.fp8 import FP8, to_codes
+from tokenfleet.kernels.linear import quantize_rows
 from tokenfleet.kernels.norm import rms_norm
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool
 from tokenfleet.kernels.workspace import new_result
@@ -46,9 +47,9 @@ def rope_and_write_kv(
     cos_sin [max_pos, rot_dim] fp32: row p holds cos, then sin, of position p's rot_dim / 2 angles
     (any attention factor multiplied in). Dimensions from rot_dim on pass unrotated. Pairs are
     (i, i + rot_dim / 2), or (2i, 2i + 1) when interleaved. The rotation is computed in fp32; k and
-    v are rounded to the pool's dtype (FP8: over its scales). q, k, v may be views into one fused
-    projection. With norms, q and k are what rms_norm makes of them. A padding row has slot -1 and a
-    position within the table.
+    v are rounded to the pool's dtype (FP8: over its scales; int8: over a scale of each row, which
+    is stored too). q, k, v may be views into one fused projection. With norms, q and k are what
+    rms_norm makes of them. A padding row has slot -1 and a position within the table.
     """
     if uses_triton(q):
         from tokenfleet.kernels.gpu import rope_kv as gpu
@@ -101,14 +102,25 @@ def reference(
 ) -> Tensor:
     """The specification."""
     angles = cos_sin[batch.positions]
-    _write(pool.k, _stored(_rotate(k, angles, interleaved), pool.k, pool.k_scale), batch.slots)
-    _write(pool.v, _stored(v, pool.v, pool.v_scale), batch.slots)
+    turned = _rotate(k, angles, interleaved)
+    if pool.k_scales is not None and pool.v_scales is not None:
+        _write_codes(pool.k, pool.k_scales, turned, batch.slots)
+        _write_codes(pool.v, pool.v_scales, v, batch.slots)
+    else:
+        _write(pool.k, _stored(turned, pool.k, pool.k_scale), batch.slots)
+        _write(pool.v, _stored(v, pool.v, pool.v_scale), batch.slots)
     return _rotate(q, angles, interleaved).to(q.dtype)
+
+
+def _write_codes(blocks: Tensor, scales: Tensor, x: Tensor, slots: Tensor) -> None:
+    codes, scale = quantize_rows(x.reshape(-1, x.shape[2]))
+    _write(blocks, codes.view(x.shape), slots)
+    _write(scales, scale.view(x.shape[:2]), slots)
 
 
 def _write(blocks: Tensor, values: Tensor, slots: Tensor) -> None:
     """Rows of slot -1 write what is there already: so the host need not know how many they are."""
-    kept, at = (slots >= 0)[:, None, None], slots.clamp(min=0)
+    kept, at = (slots >= 0).view(-1, *[1] * (values.ndim - 1)), slots.clamp(min=0)
     where = at // blocks.shape[2], slice(None), at % blocks.shape[2]
     if blocks.dtype == FP8:
         blocks, values = blocks.view(torch.uint8), values.view(torch.uint8)

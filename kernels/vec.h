@@ -1,6 +1,6 @@
-// Sixteen floats at a time on any CPU, and the three dtypes of activations and KV.
+// Sixteen floats at a time on any CPU, and the dtypes of activations and KV.
 //
-// Arithmetic is always fp32; bf16 and fp16 exist only in memory. Built on the vector extensions of
+// Arithmetic is always fp32; bf16, fp16 and int8 exist only in memory. Built on the vector extensions of
 // GCC and Clang, which become AVX-512, AVX2 or NEON by -march=native.
 #pragma once
 
@@ -26,8 +26,9 @@ constexpr int64_t LANES = 16;
 
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
+struct i8 { int8_t value; };  // of KV only, over a scale that its rows bring
 
-enum Dtype : int64_t { FP32 = 0, BF16 = 1, FP16 = 2 };
+enum Dtype : int64_t { FP32 = 0, BF16 = 1, FP16 = 2, I8 = 3 };
 
 INLINE int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 INLINE f32x16 splat(float x) { return f32x16{} + x; }
@@ -86,6 +87,17 @@ typedef _Float16 half16 __attribute__((vector_size(32)));
 INLINE f32x16 load(const f16* p) { half16 h; memcpy(&h, p, 32); return __builtin_convertvector(h, f32x16); }
 INLINE void store(f16* p, f32x16 v) { half16 h = __builtin_convertvector(v, half16); memcpy(p, &h, 32); }
 #endif
+
+INLINE f32x16 load(const i8* p) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#else
+    typedef int8_t i8x16 __attribute__((vector_size(16)));
+    i8x16 bytes;
+    memcpy(&bytes, p, 16);
+    return __builtin_convertvector(__builtin_convertvector(bytes, i32x16), f32x16);
+#endif
+}
 
 // The first n < 16 elements; lanes beyond them are zero and their memory is not touched.
 template <typename T> INLINE f32x16 load_part(const T* p, int64_t n) {
@@ -187,6 +199,12 @@ template <typename F> INLINE void with_dtype(int64_t dtype, F f) {
     if (dtype == FP32) f((float*)nullptr);
     else if (dtype == BF16) f((bf16*)nullptr);
     else f((f16*)nullptr);
+}
+
+// The same for the dtypes of KV.
+template <typename F> INLINE void with_kv_dtype(int64_t dtype, F f) {
+    if (dtype == I8) f((i8*)nullptr);
+    else with_dtype(dtype, f);
 }
 
 // Below this many elements a second thread costs more than it brings.

@@ -22,6 +22,7 @@ from tokenfleet.engine.execution.memory import (
 )
 from tokenfleet.engine.execution.placement import (
     check_quantization,
+    kv_cache_dtype,
     pick_block_size,
     pick_capture,
     pick_device,
@@ -116,7 +117,7 @@ def load_model(
             dtype=dtype,
             device=device,
             quantization=config.quantization,
-            kv_in_fp8=config.kv_cache_dtype == "fp8",
+            kv_dtype=kv_cache_dtype(config),
         )
     return place_model(config, decoder, known_tokens, capture)
 

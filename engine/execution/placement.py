@@ -12,12 +12,14 @@ from tokenfleet.engine.errors import ConfigError
 from tokenfleet.engine.execution.capture import Capture, CudaGraphCapture
 from tokenfleet.engine.execution.dtype_memory import fastest_dtype
 from tokenfleet.engine.model.spec import ModelSpec
+from tokenfleet.kernels.fp8 import FP8
 
 _DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+_KV_CACHE_DTYPES = {"auto": None, "fp8": FP8, "int8": torch.int8}
 
 
 def pick_device(config: EngineConfig) -> torch.device:
@@ -43,7 +45,7 @@ def pick_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> t
 
 
 def check_quantization(config: EngineConfig, device: torch.device) -> None:
-    """Refuse a quantization that this device has no products for.
+    """Refuse a quantization, of weights or of the KV cache, that this device has no kernels for.
 
     Raises:
         ConfigError: naming what works here.
@@ -52,6 +54,13 @@ def check_quantization(config: EngineConfig, device: torch.device) -> None:
         raise ConfigError(
             f"quantization 'int8' is not available on {device.type}; use 'fp8' or 'fp8_block'"
         )
+    if config.kv_cache_dtype == "int8" and device.type != "cpu":
+        raise ConfigError(f"kv_cache_dtype 'int8' is not available on {device.type}; use 'fp8'")
+
+
+def kv_cache_dtype(config: EngineConfig) -> torch.dtype | None:
+    """Of cached keys and values; None = the model's."""
+    return _KV_CACHE_DTYPES[config.kv_cache_dtype]
 
 
 def pick_overlap(config: EngineConfig, device: torch.device) -> bool:

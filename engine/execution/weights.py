@@ -71,7 +71,7 @@ class WeightUpdate:
     def _loader(self, source: TensorSource, device: torch.device) -> Loader:
         d = self._decoder
         stacked = any(isinstance(layer.mlp, GroupedMoeMlp) for layer in d.layers)
-        return Loader(source, d.spec, d.dtype, device, self._quantization, d.kv_in_fp8, stacked)
+        return Loader(source, d.spec, d.dtype, device, self._quantization, d.kv_dtype, stacked)
 
 
 def _opener(given: NewWeights) -> Callable[[], AbstractContextManager[TensorSource]]:
@@ -146,7 +146,7 @@ def moved(decoder: Decoder, move: Callable[[Tensor], Tensor]) -> Decoder:
         layers=[_moved(layer, one) for layer in decoder.layers],
         final_norm=one(decoder.final_norm),
         lm_head=_moved(decoder.lm_head, one),
-        kv_in_fp8=decoder.kv_in_fp8,
+        kv_dtype=decoder.kv_dtype,
     )
 
 

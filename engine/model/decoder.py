@@ -21,6 +21,9 @@ from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool, paged_att
 from tokenfleet.kernels.rope_kv import HeadNorms, rope_and_write_kv
 from tokenfleet.kernels.workspace import Workspace
 
+_SCALE_BYTES = 4
+"""Of each row of keys or values that is cached in int8."""
+
 
 class Decoder:
     """A loaded model. Made by loader.load_decoder; every weight lies on `device` in `dtype`."""
@@ -33,15 +36,15 @@ class Decoder:
         layers: Sequence[Layer],
         final_norm: Tensor,
         lm_head: PackedWeight,
-        kv_in_fp8: bool = False,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.spec = spec
         self.embedding = embedding  # [vocab_size, H]
         self.layers = tuple(layers)
         self.final_norm = final_norm
         self.lm_head = lm_head
-        self.kv_in_fp8 = kv_in_fp8  # keys and values are cached in FP8, over the layers' kv_scales
         self.dtype = embedding.dtype
+        self.kv_dtype = kv_dtype or self.dtype  # of cached keys and values; FP8: over kv_scales
         self.device = embedding.device
         # rounded to the weights' dtype, as the models were trained
         self._embedding_scale = torch.tensor(spec.embedding_scale).to(self.dtype).item()
@@ -106,11 +109,6 @@ class Decoder:
             logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
         return logits
 
-    @property
-    def kv_dtype(self) -> torch.dtype:
-        """Of the cached keys and values."""
-        return FP8 if self.kv_in_fp8 else self.dtype
-
     def make_pools(self, num_blocks: int, block_size: int) -> list[KVPool]:
         """One pool a layer with `num_blocks` blocks each, the null block among them.
 
@@ -122,15 +120,21 @@ class Decoder:
         def blocks() -> Tensor:
             return torch.empty(shape, dtype=self.kv_dtype, device=self.device)
 
-        scales = [
-            layer.attention.kv_scales if self.kv_in_fp8 else (1.0, 1.0) for layer in self.layers
+        def scales() -> Tensor | None:
+            in_int8 = self.kv_dtype == torch.int8
+            return torch.empty(shape[:3], device=self.device) if in_int8 else None
+
+        fixed = [
+            layer.attention.kv_scales if self.kv_dtype == FP8 else (1.0, 1.0)
+            for layer in self.layers
         ]
-        return [KVPool(blocks(), blocks(), *pair) for pair in scales]
+        return [KVPool(blocks(), blocks(), *pair, scales(), scales()) for pair in fixed]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes that one block takes, over all layers."""
-        values = self.spec.num_kv_heads * block_size * self.spec.head_dim
-        return 2 * len(self.layers) * values * self.kv_dtype.itemsize
+        rows = self.spec.num_kv_heads * block_size
+        scale = _SCALE_BYTES if self.kv_dtype == torch.int8 else 0
+        return 2 * len(self.layers) * rows * (self.spec.head_dim * self.kv_dtype.itemsize + scale)
 
     @overload
     def _enter(

@@ -37,13 +37,13 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device | str,
     quantization: str | None = None,
-    kv_in_fp8: bool = False,
+    kv_dtype: torch.dtype | None = None,
 ) -> Decoder:
     """The decoder of the checkpoint in directory `path`, its weights converted to `dtype`.
 
     quantization: of the layers' projections, as pack_linear takes it; embeddings, output head,
-    routers and norms stay in `dtype`. A checkpoint in FP8 keeps the form it has. kv_in_fp8:
-    keys and values are cached in FP8, over the checkpoint's scales or 1.
+    routers and norms stay in `dtype`. A checkpoint in FP8 keeps the form it has. kv_dtype: what
+    keys and values are cached in, FP8 over the checkpoint's scales or 1; None = `dtype`.
 
     Raises CheckpointError, naming file and tensor, and ConfigError for float16 where the model is
     known to leave its range, and for another quantization than the checkpoint's own.
@@ -60,7 +60,7 @@ def load_decoder(
         )
     with torch.no_grad(), Checkpoint(path) as checkpoint:
         return Loader(
-            checkpoint, spec, dtype, torch.device(device), quantization, kv_in_fp8
+            checkpoint, spec, dtype, torch.device(device), quantization, kv_dtype
         ).decoder()
 
 
@@ -76,7 +76,7 @@ class Loader:
     dtype: torch.dtype
     device: torch.device
     quantization: str | None
-    kv_in_fp8: bool
+    kv_dtype: torch.dtype | None
     stacked: bool | None = None  # experts in one tensor; None: as the device computes them
 
     def decoder(self) -> Decoder:
@@ -94,7 +94,7 @@ class Loader:
             layers=[self.layer(i, tables[layer.rope]) for i, layer in enumerate(spec.layers)],
             final_norm=self.final_norm(),
             lm_head=self.head(embedding),
-            kv_in_fp8=self.kv_in_fp8,
+            kv_dtype=self.kv_dtype,
         )
 
     def embedding(self) -> Tensor:

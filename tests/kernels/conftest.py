@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tokenfleet.kernels import backend as backend_module
+from tokenfleet.kernels.linear import quantize_rows
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool
 
 
@@ -78,7 +79,7 @@ class Paged:
 
     pool: KVPool
     batch: AttentionBatch
-    keys: list[torch.Tensor]  # per sequence [kv_len, Hkv, D], in the pool's dtype
+    keys: list[torch.Tensor]  # per sequence [kv_len, Hkv, D]: the values that the pool holds
     values: list[torch.Tensor]
     query_lens: list[int]
     owned: torch.Tensor  # bool [num_blocks, block_size]: positions that a sequence has stored
@@ -87,6 +88,20 @@ class Paged:
 @pytest.fixture
 def oracle() -> type[Oracle]:
     return Oracle
+
+
+def empty_pool(shape: Sequence[int], dtype: torch.dtype) -> KVPool:
+    """A pool in which all is NaN; in int8 by its scales."""
+    if dtype != torch.int8:
+        return KVPool(*(torch.full(tuple(shape), torch.nan, dtype=dtype) for _ in "kv"))
+    codes = [torch.full(tuple(shape), -128, dtype=dtype) for _ in "kv"]
+    scales = [torch.full(tuple(shape[:3]), torch.nan) for _ in "kv"]
+    return KVPool(*codes, k_scales=scales[0], v_scales=scales[1])
+
+
+@pytest.fixture(name="empty_pool")
+def _empty_pool() -> Callable[..., KVPool]:
+    return empty_pool
 
 
 @pytest.fixture
@@ -105,7 +120,7 @@ def make_paged() -> Callable[..., Paged]:
         needed = [-(-n // block_size) for n in kv_lens]
         num_blocks = 2 * sum(needed) + 5  # the null block, and as many strangers as owned ones
         shape = (num_blocks, kv_heads, block_size, dim)
-        k, v = torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
+        pool = empty_pool(shape, dtype)
         owned = torch.zeros(num_blocks, block_size, dtype=torch.bool)
         free = (1 + torch.randperm(num_blocks - 1, generator=rng)).tolist()
         tables = torch.zeros(len(kv_lens), max([*needed, 1]) + 2, dtype=torch.int32)
@@ -115,9 +130,18 @@ def make_paged() -> Callable[..., Paged]:
             tables[s, : needed[s]] = mine.int()
             at = torch.arange(kv_len)
             block, offset = mine[at // block_size], at % block_size
-            keys.append(torch.randn(kv_len, kv_heads, dim, generator=rng).to(dtype))
-            values.append(torch.randn(kv_len, kv_heads, dim, generator=rng).to(dtype))
-            k[block, :, offset], v[block, :, offset] = keys[-1], values[-1]
+            for blocks, scales, held in (
+                (pool.k, pool.k_scales, keys), (pool.v, pool.v_scales, values)
+            ):  # fmt: skip
+                drawn = torch.randn(kv_len, kv_heads, dim, generator=rng)
+                if scales is None:
+                    held.append(drawn.to(dtype))
+                    blocks[block, :, offset] = held[-1]
+                else:
+                    codes, scale = quantize_rows(drawn.flatten(0, 1))
+                    blocks[block, :, offset] = codes.view(drawn.shape)
+                    scales[block, :, offset] = scale.view(drawn.shape[:2])
+                    held.append((codes.double() * scale.double()[:, None]).view(drawn.shape))
             owned[block, offset] = True
             slots.append((block * block_size + offset)[kv_len - query_len :])
             positions.append(at[kv_len - query_len :])
@@ -135,7 +159,7 @@ def make_paged() -> Callable[..., Paged]:
             max_query_len=max(query_lens),
             max_kv_len=max(kv_lens),
         )
-        return Paged(KVPool(k, v), batch, keys, values, list(query_lens), owned)
+        return Paged(pool, batch, keys, values, list(query_lens), owned)
 
     return make
 

@@ -10,6 +10,7 @@ from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool, paged_att
 pytestmark = pytest.mark.usefixtures("backend")
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+INT8 = 1e-4  # over int8 KV with fp32 queries: two bytes hold a query's values and the weights
 MIXED = ([1, 1, 1, 1, 5, 63, 1, 17], [1, 63, 123, 1000, 5, 123, 40, 200])
 VARIANTS = {
     "plain": {},
@@ -57,6 +58,40 @@ def test_mixed_batch_equals_the_oracle(make_paged, oracle, variant, dtype):
     check(paged, oracle, heads=9, q_dtype=dtype, **VARIANTS[variant])
 
 
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_over_int8_kv_a_mixed_batch_equals_the_oracle(make_paged, oracle, variant):
+    paged = make_paged(*MIXED, dtype=torch.int8)
+    check(paged, oracle, heads=9, q_dtype=torch.float32, rtol=INT8, **VARIANTS[variant])
+
+
+@pytest.mark.parametrize("dim", [16, 20, 48, 64, 80, 96, 128, 144, 256, 272])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (3, 1), (4, 1), (9, 1)])
+def test_over_int8_kv_any_head_dim_and_group(make_paged, oracle, dim, heads, kv_heads):
+    paged = make_paged([1, 1, 3], [50, 131, 65], kv_heads=kv_heads, dim=dim, dtype=torch.int8)
+    check(paged, oracle, heads=heads, q_dtype=torch.float32, rtol=INT8)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 63, 129])
+def test_over_int8_kv_far_weights_count_beside_near_ones(make_paged, oracle, length):
+    # the values of tokens with small weights are large: what a weight's second byte is for
+    paged = make_paged([1], [length], dtype=torch.int8)
+    far = torch.arange(length) % 3 == 1
+    block = paged.batch.block_tables[0][torch.arange(length) // 16].long()
+    paged.pool.v_scales[block[far], :, (torch.arange(length) % 16)[far]] *= 300.0
+    paged.values[0][far] *= 300.0
+    check(paged, oracle, heads=9, q_dtype=torch.float32, rtol=5e-3)
+
+
+@pytest.mark.parametrize("poisoned", ["k_scales", "v_scales"])
+def test_over_int8_kv_what_is_no_number_stays_in_its_sequence(make_paged, poisoned):
+    paged = make_paged([1, 1, 9], [40, 41, 30], dtype=torch.int8)
+    for s in (0, 2):
+        getattr(paged.pool, poisoned)[paged.batch.block_tables[s, 0], :, 3] = torch.nan
+    out = paged_attention(torch.randn(11, 9, 64), paged.pool, paged.batch, scale=0.125)
+    assert out[[0, *range(2, 11)]].isnan().all()
+    assert out[1].isfinite().all()
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (9, 3), (8, 1), (14, 2), (32, 2)])
 def test_any_ratio_of_query_to_kv_heads(make_paged, oracle, heads, kv_heads):
     paged = make_paged([1, 1, 7], [33, 1, 30], kv_heads=kv_heads, dim=32)
@@ -70,12 +105,15 @@ def test_any_head_dim_and_block_size(make_paged, oracle, dim, block_size):
     check(paged, oracle, heads=4, q_dtype=torch.float32)
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "kv_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8], ids=str
+)
 @pytest.mark.parametrize("q_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_pair_of_query_and_kv_dtype(make_paged, oracle, q_dtype, kv_dtype):
     paged = make_paged([1, 1, 1, 19], [1, 63, 300, 123], dtype=kv_dtype)
     # the oracle reads the rounded KV too, so only the query's own rounding is left
-    check(paged, oracle, heads=9, q_dtype=q_dtype, rtol=TOLERANCE[q_dtype])
+    close = TOLERANCE[q_dtype] if kv_dtype != torch.int8 else max(INT8, TOLERANCE[q_dtype])
+    check(paged, oracle, heads=9, q_dtype=q_dtype, rtol=close)
 
 
 @pytest.mark.parametrize("length", [1, 63, 123, 1000])
@@ -117,10 +155,16 @@ def test_query_rows_may_be_a_view_into_a_fused_projection(make_paged):
     assert torch.equal(strided, packed)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_result_has_the_same_bits_in_any_batch_on_any_number_of_threads(make_paged, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.int8)],
+    ids=str,
+)
+def test_compiled_result_has_the_same_bits_in_any_batch_on_any_number_of_threads(
+    make_paged, dtype, kv_dtype
+):
     lens = [1, 1, 1, 70, 9], [300, 1, 641, 200, 9]
-    paged, threads = make_paged(*lens, dtype=dtype), torch.get_num_threads()
+    paged, threads = make_paged(*lens, dtype=kv_dtype or dtype), torch.get_num_threads()
     q = torch.randn(sum(lens[0]), 9, 64).to(dtype)
     with backend_module.using("cpp"):
         try:
@@ -144,10 +188,14 @@ def test_compiled_result_has_the_same_bits_in_any_batch_on_any_number_of_threads
             assert torch.equal(paged_attention(q[row], paged.pool, alone, scale=0.125), whole[row])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.int8)],
+    ids=str,
+)
 @pytest.mark.parametrize("options", [{}, {"window": 70, "softcap": 20.0}], ids=["plain", "window"])
-def test_however_a_prompt_is_cut_its_rows_have_the_same_bits(make_paged, dtype, options):
-    paged = make_paged([300], [310], dtype=dtype)
+def test_however_a_prompt_is_cut_its_rows_have_the_same_bits(make_paged, dtype, kv_dtype, options):
+    paged = make_paged([300], [310], dtype=kv_dtype or dtype)
     q = torch.randn(300, 9, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
     with backend_module.using("cpp"):
         whole = paged_attention(q, paged.pool, paged.batch, scale=0.125, **options)

@@ -91,6 +91,52 @@ def test_slot_minus_one_writes_nothing():
     assert pool.v.isnan().all()
 
 
+@pytest.mark.parametrize("rows", [1, 63, 123])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("dim", "rot_dim"), [(64, 64), (32, 8), (20, 20), (80, 20)])
+def test_in_int8_each_row_is_rounded_over_its_own_scale(
+    oracle, empty_pool, rows, dtype, dim, rot_dim
+):
+    q, k, v, cos_sin, shape, slots, positions = make_inputs(rows, dim, rot_dim, dtype)
+    pool = empty_pool(shape, torch.int8)
+    out = rope_and_write_kv(q, k, v, cos_sin, pool, make_batch(slots, positions))
+    wide = empty_pool(shape, dtype)
+    assert torch.equal(out, rope_and_write_kv(q, k, v, cos_sin, wide, make_batch(slots, positions)))
+    at = torch.tensor(slots)
+    where = at // shape[2], slice(None), at % shape[2]
+    turned = oracle.rotate(k.double().numpy(), positions, cos_sin.double().numpy(), False)
+    for codes, scales, exact in (
+        (pool.k, pool.k_scales, torch.from_numpy(turned)), (pool.v, pool.v_scales, v.double())
+    ):  # fmt: skip
+        highest = exact.abs().amax(-1)
+        torch.testing.assert_close(scales[where].double(), highest / 127, rtol=1e-5, atol=0)
+        held = codes[where].double() * scales[where].double()[..., None]
+        # half a step, and what fp32 makes of it
+        assert ((held - exact).abs() <= highest[..., None] / 127 * 0.5001).all()
+    written = torch.zeros(shape[0] * shape[2], dtype=torch.bool)
+    written[slots] = True
+    untouched = ~written.view(shape[0], shape[2])
+    assert pool.k_scales.transpose(1, 2)[untouched].isnan().all()
+    assert (pool.v.transpose(1, 2)[untouched] == -128).all()
+
+
+def test_in_int8_slot_minus_one_writes_nothing_and_a_nan_marks_its_row(empty_pool):
+    q, k, v, cos_sin, shape, slots, positions = make_inputs(9, 64, 64, torch.float32)
+    k[5, 0, 3] = v[6, 1, 7] = torch.nan
+    v[7] = 0.0
+    pool = empty_pool(shape, torch.int8)
+    masked = [slot if i in (5, 6, 7) else -1 for i, slot in enumerate(slots)]
+    rope_and_write_kv(q, k, v, cos_sin, pool, make_batch(masked, positions))
+    block, offset = (torch.tensor(x) for x in zip(*(divmod(s, shape[2]) for s in slots[5:8])))
+    k_scales, v_scales = pool.k_scales[block, :, offset], pool.v_scales[block, :, offset]
+    assert k_scales.isnan().nonzero().tolist() == [[0, 0]]
+    assert v_scales.isnan().nonzero().tolist() == [[1, 1]]
+    assert not pool.v[block[2], :, offset[2]].any()
+    assert not v_scales[2].any()
+    pool.k_scales[block, :, offset] = torch.nan
+    assert pool.k_scales.isnan().all()
+
+
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_kv_is_rounded_to_the_dtype_of_the_pool(kv_dtype):
     q, k, v, cos_sin, shape, slots, positions = make_inputs(63, 64, 64, torch.float32)

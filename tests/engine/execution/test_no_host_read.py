@@ -9,6 +9,7 @@ from tokenfleet.engine.model.families import read_spec
 from tokenfleet.engine.model.loader import Loader
 from tokenfleet.engine.model.tensor_source import RandomTensors
 from tokenfleet.kernels import backend
+from tokenfleet.kernels.fp8 import FP8
 
 pytest.importorskip("triton", reason="the launches are those of Triton kernels")
 
@@ -52,10 +53,10 @@ class Watched:
 
 
 @pytest.mark.parametrize(
-    ("family", "quantization", "kv_in_fp8"),
-    [("llama", None, False), ("qwen3", "fp8", True), ("gemma3_text", "fp8_block", False)],
+    ("family", "quantization", "kv_dtype"),
+    [("llama", None, None), ("qwen3", "fp8", FP8), ("gemma3_text", "fp8_block", None)],
 )
-def test_every_bucket_is_captured_without_a_host_read(family, quantization, kv_in_fp8, tiny_random):
+def test_every_bucket_is_captured_without_a_host_read(family, quantization, kv_dtype, tiny_random):
     from tokenfleet.kernels.gpu.launch import TARGETS, recording
 
     spec = read_spec(tiny_random(family), max_model_len=None)
@@ -66,7 +67,7 @@ def test_every_bucket_is_captured_without_a_host_read(family, quantization, kv_i
         torch.inference_mode(),
         recording(TARGETS[90]) as launches,
     ):
-        decoder = Loader(Blank(), spec, torch.bfloat16, DEVICE, quantization, kv_in_fp8).decoder()
+        decoder = Loader(Blank(), spec, torch.bfloat16, DEVICE, quantization, kv_dtype).decoder()
         launches.clear()
         StepGraphs(
             decoder,

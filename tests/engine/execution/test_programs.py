@@ -47,6 +47,25 @@ def test_programs_change_no_bit_of_any_family(family, quantization, tiny_random)
     assert (len(programs(recorded)) > 0) == (family in RECORDED)
 
 
+def test_over_an_int8_cache_programs_and_shared_blocks_change_no_bit(tiny_random):
+    path = tiny_random("llama", **WIDTHS)
+    sampled = SamplingParams(max_tokens=12, temperature=1.0, n=3, seed=5, ignore_eos=True)
+
+    def run(**changes):
+        running = engine(path, kv_cache_dtype="int8", **changes)
+        # twice: the second time prompts begin in cached blocks; samples copy a prompt's last one
+        texts = [[c.token_ids for o in running.generate(PROMPTS, sampled) for c in o.choices]
+                 for _ in range(2)]  # fmt: skip
+        running.audit()
+        assert running.core.runner.pools[0].k.dtype == torch.int8
+        return texts, programs(running)
+
+    eager, _ = run(enforce_eager=True)
+    recorded, made = run()
+    assert recorded == eager
+    assert len(made) > 0
+
+
 def test_decode_steps_of_a_llama_are_recorded_once_for_each_size(tiny_random):
     running = engine(tiny_random("llama", **WIDTHS))
     seen(running)

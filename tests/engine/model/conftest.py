@@ -29,8 +29,9 @@ class Driver:
     def __post_init__(self) -> None:
         self.pools = self.decoder.make_pools(self.num_blocks, self.block_size)
         for pool in self.pools:  # a result that reads what was never written shows itself
-            pool.k.fill_(torch.nan)
-            pool.v.fill_(torch.nan)
+            scaled = pool.k_scales is not None and pool.v_scales is not None
+            for held in (pool.k_scales, pool.v_scales) if scaled else (pool.k, pool.v):
+                held.fill_(torch.nan)
         self._free = [b * 7 % self.num_blocks or 7 for b in range(1, self.num_blocks)]
         self._free = list(dict.fromkeys(self._free))
 

@@ -17,6 +17,7 @@ from tokenfleet.engine.model.mlp import GroupedMoeMlp
 from tokenfleet.engine.model.quantization import is_ignored, read_quantization
 from tokenfleet.engine.traffic import traffic_of
 from tokenfleet.kernels import fp8
+from tokenfleet.kernels.backend import using
 from tokenfleet.kernels.linear import PackedWeight
 
 PROMPT = torch.randint(0, 256, (29,), generator=torch.Generator().manual_seed(9)).tolist()
@@ -317,7 +318,7 @@ def over(scales, run):
 @pytest.mark.parametrize("chunk", [1, 16, 29])
 def test_a_cache_in_fp8_stays_near_the_wide_one_and_takes_a_quarter(tiny_random, driver, chunk):
     path = tiny_random("llama")
-    wide, narrow = driver(path), driver(path, kv_in_fp8=True)
+    wide, narrow = driver(path), driver(path, kv_dtype=fp8.FP8)
     exact = wide.prefill(PROMPT, chunk)
     error = (narrow.prefill(PROMPT, chunk) - exact).norm() / exact.norm()
     assert 0.001 < error < 0.1
@@ -327,9 +328,27 @@ def test_a_cache_in_fp8_stays_near_the_wide_one_and_takes_a_quarter(tiny_random,
     assert sum(p.k.nbytes + p.v.nbytes for p in narrow.pools) == 64 * sizes[0]
 
 
+@pytest.mark.parametrize("chunk", [1, 16, 29])
+@pytest.mark.parametrize("kernels", ["cpp", "reference"])
+def test_a_cache_in_int8_is_nearer_to_the_wide_one_than_fp8(tiny_random, driver, kernels, chunk):
+    path = tiny_random("llama")
+    with using(kernels):
+        exact, in_fp8, run = (
+            driver(path, kv_dtype=dtype) for dtype in (None, torch.float8_e4m3fn, torch.int8)
+        )
+        wide, coarse, narrow = (one.prefill(PROMPT, chunk) for one in (exact, in_fp8, run))
+    error = (narrow - wide).norm() / wide.norm()
+    assert 0.0005 < error < 0.5 * (coarse - wide).norm() / wide.norm()
+    pool, size = run.pools[0], run.decoder.kv_bytes_per_block(4)
+    assert pool.k.dtype == torch.int8
+    held = [x.nbytes for p in run.pools for x in (p.k, p.v, p.k_scales, p.v_scales)]
+    assert sum(held) == 64 * size
+    assert size * 4 * pool.k.shape[3] == exact.decoder.kv_bytes_per_block(4) * (pool.k.shape[3] + 4)
+
+
 def test_scales_of_the_cache_move_the_range_and_nothing_else(tiny_random, driver):
     def run(*scales):
-        return over(scales, driver(tiny_random("llama"), kv_in_fp8=True)).prefill(PROMPT, 16)
+        return over(scales, driver(tiny_random("llama"), kv_dtype=fp8.FP8)).prefill(PROMPT, 16)
 
     plain, by_two = run(2.0**-6, 2.0**-6), run(2.0**-5, 2.0**-7)  # powers of two round alike
     assert_close(by_two, plain, atol=0.03)  # but for the smallest
@@ -355,7 +374,8 @@ def test_scales_of_the_cache_come_from_the_checkpoint(tiny_random, make_fp8, dri
 
 
 @pytest.mark.parametrize("settings", [{"quantization": "fp8"}, {"quantization": "fp8_block"},
-                                      {"kv_cache_dtype": "fp8"}], ids=str)  # fmt: skip
+                                      {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int8"}],
+                         ids=str)  # fmt: skip
 def test_an_engine_in_fp8_gives_the_same_text_alone_chunked_preempted_and_shared(
     tiny_random, settings
 ):

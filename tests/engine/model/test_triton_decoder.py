@@ -43,7 +43,7 @@ SMALL = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads"
 KINDS = {
     "wide": ("qwen3", {}),
     "fp8": ("llama", {"quantization": "fp8"}),
-    "fp8 blocks, cache": ("qwen3", {"quantization": "fp8_block", "kv_in_fp8": True}),
+    "fp8 blocks, cache": ("qwen3", {"quantization": "fp8_block", "kv_dtype": torch.float8_e4m3fn}),
     "experts": ("mixtral", {}),
     "fp8 experts": ("mixtral", {"quantization": "fp8_block"}),
 }
