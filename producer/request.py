@@ -13,7 +13,7 @@ from typing import Any
 from tokenfleet.producer import wire
 from tokenfleet.producer.errors import InvalidJob, UndecodableJob
 from tokenfleet.producer.keys import PRIORITIES, check_name
-from tokenfleet.producer.sampling_params import SamplingParams, is_int
+from tokenfleet.producer.sampling_params import SamplingParams, are_token_ids, is_int
 
 MAX_JOB_BYTES = 256 * 1024
 """Largest packed job, unless the client is told otherwise."""
@@ -124,9 +124,7 @@ def _check_prompt(job: JobRequest) -> None:
         object.__setattr__(job, given[0], tuple(value))
     if job.messages is not None:
         _check_messages(job.messages)
-    if job.prompt_token_ids is not None and not all(
-        is_int(token) and 0 <= token < 2**31 for token in job.prompt_token_ids
-    ):
+    if job.prompt_token_ids is not None and not are_token_ids(job.prompt_token_ids):
         raise InvalidJob("prompt_token_ids", value, "must hold token ids, integers of 0 or more")
 
 

@@ -9,7 +9,7 @@ Invariant: an instance is valid; whoever holds one need not check it again.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -81,6 +81,12 @@ class SamplingParams:
 def is_int(value: object) -> bool:
     """An integer, and not a bool in disguise."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def are_token_ids(values: Collection[Any]) -> bool:
+    """Integers of 0 or more that fit a vocabulary; there is at least one."""
+    plain = set(map(type, values)) == {int}  # each prompt is looked at, and nearly all are that
+    return (plain or all(map(is_int, values))) and min(values) >= 0 and max(values) < 2**31
 
 
 def _whole(name: str, value: object, low: int, high: int, way_out: str) -> None:

@@ -65,6 +65,7 @@ class Dispatcher:
         self._lease_s = lease_s
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
+        self._launching: asyncio.Handle | None = None
         self._publisher: Publisher
         self._hand_back: HandBack
         self.engine: Engine | None = None
@@ -111,10 +112,17 @@ class Dispatcher:
             self._publish(job)
         elif job.stage is Stage.READY:
             self._arm_deadline(job)
-            self.launch()
+            self._launch_soon()
+
+    def _launch_soon(self) -> None:
+        """Launch what this turn of the loop makes ready: jobs that the engine gets together, it
+        begins in one step."""
+        if self._launching is None:
+            self._launching = asyncio.get_running_loop().call_soon(self.launch)
 
     def launch(self) -> None:
         """Give the engine every job that is ready; of those that may kill it, one at a time."""
+        self._launching = None
         if self.engine is None:
             return
         suspects = any(j.suspect and j.stage is Stage.RUNNING for j in self._roster)

@@ -74,7 +74,7 @@ class Intake:
             if room > 0:
                 self._ask_urgent = True
                 if not await self._claim(room) and not self.draining:
-                    await self._wait(self._queue.wait)
+                    await self._wait(self._queue.wait, self._nothing_else_to_do)
             else:
                 await self._stay_full()
 
@@ -86,7 +86,12 @@ class Intake:
         elif self._ask_urgent:
             self._ask_urgent = await self._swap(victims)
         else:
-            self._ask_urgent = await self._wait(self._queue.wait_urgent)
+            self._ask_urgent = await self._wait(self._queue.wait_urgent, lambda: False)
+
+    def _nothing_else_to_do(self) -> bool:
+        """Whether only the bell can bring work: the queues were empty, and there is room still."""
+        waits = not self.draining and self._dispatcher.engine is not None
+        return waits and self._roster.room() > 0 and not self._seats.to_make_way(self._roster)
 
     async def _claim(self, room: int) -> bool:
         """Returns whether more may be waiting."""
@@ -118,15 +123,21 @@ class Intake:
         if released:
             log.warning("phantom_claims_released", jobs=sorted(released))
 
-    async def _wait(self, ring: Callable[[float], Awaitable[bool]]) -> bool:
+    async def _wait(
+        self, ring: Callable[[float], Awaitable[bool]], stays: Callable[[], bool]
+    ) -> bool:
         """Until a bell rings or it is time to look again, or jobs have left or begun here.
 
-        Returns False when only the latter was the case.
+        `stays` says after a change of jobs whether to listen on all the same. Returns False when
+        such a change ended the wait.
         """
         bell = asyncio.ensure_future(ring(DOORBELL_S))
         change = asyncio.ensure_future(self._roster.change())
         try:
             await asyncio.wait((bell, change), return_when=asyncio.FIRST_COMPLETED)
+            while not bell.done() and stays():
+                change = asyncio.ensure_future(self._roster.change())
+                await asyncio.wait((bell, change), return_when=asyncio.FIRST_COMPLETED)
             if bell.done():
                 bell.result()
             return bell.done()

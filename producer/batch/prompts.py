@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenfleet.producer.batch.refusals import RequestRefused
-from tokenfleet.producer.sampling_params import is_int
+from tokenfleet.producer.sampling_params import are_token_ids
 
 ROLES = {"developer": "system", "function": "tool"}
 """Names of roles that templates do not know, and the ones that they do."""
@@ -44,7 +44,7 @@ def prompt_of(value: object) -> dict[str, Any]:
         return {"prompt": value}
     if not isinstance(value, list):
         raise RequestRefused("invalid_type", "prompt must be a text or token ids", "prompt")
-    if value and all(is_int(token) and 0 <= token < 2**31 for token in value):
+    if value and are_token_ids(value):
         return {"prompt_token_ids": value}
     if len(value) > 1 and all(isinstance(part, str | list) for part in value):
         raise RequestRefused(
