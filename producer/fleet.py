@@ -82,14 +82,18 @@ class FleetReader:
 
     async def knows(self, model: str) -> bool:
         """Whether a live worker serves the model or a queue of it is there."""
-        partitions = range(self._connection.partitions)
-        for partition in partitions:
+        for partition in range(self._connection.partitions):
             keys = self._keys(partition)
             queues = [keys.queue(model, priority) for priority in PRIORITIES]
             backlogs = [keys.backlogs(model, priority) for priority in PRIORITIES]
             if await self._execute("EXISTS", *queues, *backlogs):
                 return True
-        return model in {said.get("model") for said in (await self._lines(partitions)).values()}
+        return model in await self.served()
+
+    async def served(self) -> set[str]:
+        """The models that live workers serve; asks for no key that it does not know."""
+        lines = await self._lines(range(self._connection.partitions))
+        return {said.get("model", "") for said in lines.values()}
 
     async def models(self) -> dict[str, int]:
         """Every model that a worker serves or a queue is there for, and its live workers."""

@@ -27,8 +27,10 @@ from tokenfleet.producer.errors import BrokerUnsupported, InvalidJob
 
 ENV_PREFIX = "TOKENFLEET_"
 CONFIG_ENV = "TOKENFLEET_CONFIG"
-NOT_SETTINGS = frozenset({CONFIG_ENV, "TOKENFLEET_CHAOS"})
-"""Variables of our prefix that are no settings."""
+NOT_SETTINGS = frozenset(
+    {CONFIG_ENV, *(f"TOKENFLEET_{name}" for name in ("TENANT", "KERNELS", "CHAOS", "AOT"))}
+)
+"""Variables of our prefix that are no settings: a client's, the kernels' and the tests'."""
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -239,8 +241,10 @@ def unknown_variables(environ: dict[str, str] | None = None) -> list[str]:
     for name in sorted(os.environ if environ is None else environ):
         ours = name.startswith(ENV_PREFIX) and not name.startswith(f"{ENV_PREFIX}GATEWAY_")
         if ours and name not in known | NOT_SETTINGS:
-            near = difflib.get_close_matches(name, known, n=1)
-            found.append(f"{name} (did you mean {near[0]}?)" if near else name)
+            word = name.removeprefix(ENV_PREFIX).lower()
+            near = difflib.get_close_matches(word, WorkerSettings.model_fields, n=1)
+            meant = f" (did you mean {ENV_PREFIX}{near[0].upper()}?)" if near else ""
+            found.append(name + meant)
     return found
 
 

@@ -264,7 +264,8 @@ def find_files(path: Path) -> BatchFiles:
     Raises:
         BatchError: there is no batch beside it.
     """
-    beside = [path, path.with_name(f"{path.name}.batch"), BatchFiles.beside(path).state]
+    usual = BatchFiles.beside(path).state
+    beside = [path, path.with_name(f"{path.name}.batch"), usual]
     for state in beside:
         if state.name.endswith(".batch") and state.exists():
             found = BatchState.read(state)

@@ -70,6 +70,8 @@ class BatchFiles:
     ) -> Self:
         """`requests.jsonl` gives `requests.output.jsonl` and `requests.errors.jsonl`."""
         source = Path(source)
+        if not source.name:
+            raise BatchError(f"{source} is a directory; name a file")
         stem = source.name.removesuffix(source.suffix)
         output = output or source.with_name(f"{stem}.output.jsonl")
         if errors is None:

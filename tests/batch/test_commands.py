@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from tokenfleet.producer.batch import BatchFiles, Phase, Progress
 from tokenfleet.producer.protocol import EventError
-from tokenfleet.worker.commands import batch_view
+from tokenfleet.worker.commands import batch_base, batch_view
 from tokenfleet.worker.commands.cli import build
 
 Requests = Callable[..., Path]
@@ -101,6 +101,52 @@ async def test_a_faulty_file_is_exit_code_2_and_a_file_that_is_not_there_too(
     assert "and 10 more" in faulty.err
     assert (missing.code, missing.out) == (2, "")
     assert "nothing.jsonl cannot be read" in missing.err
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("run", "."), "is a directory"),
+        (("status", "/"), "is a directory"),
+        (("run", "REQUESTS", "--output-file", "/proc/none/x.jsonl"), "cannot be written"),
+    ],
+)
+async def test_a_path_that_cannot_be_used_is_exit_code_2(
+    batch: Commands, requests: Requests, words: tuple[str, ...], problem: str
+) -> None:
+    path = requests(1)
+    said = await batch.run(*(str(path) if word == "REQUESTS" else word for word in words))
+    assert (said.code, said.out) == (2, "")
+    assert problem in said.err
+
+
+async def test_prompts_without_a_model_are_refused_with_the_option_that_gives_one(
+    batch: Commands, tmp_path: Path
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "x"}\n')
+    said = await batch.run("run", path)
+    assert said.code == 2
+    assert "--model" in said.err
+
+
+async def test_a_batch_whose_model_nobody_serves_says_so(
+    batch: Commands, requests: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_base, "LOOK_AFTER_S", 0.0)
+    said = await batch.run("run", requests(1), "--timeout-s", "1")
+    assert said.code == 4
+    assert "no live worker serves" in said.err
+
+
+async def test_a_reader_that_leaves_is_no_unreadable_file(batch: Commands, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text("no json\n" * 20_000)
+    process = await batch.start("validate", path)
+    await process.stdout.readline()
+    process.stdout._transport.close()
+    said = (await process.stderr.read()).decode()
+    assert (await process.wait(), said) == (0, "")
 
 
 async def test_run_prints_a_summary_with_tokens_cost_and_the_slowest_lines(

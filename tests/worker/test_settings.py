@@ -115,9 +115,13 @@ def test_a_password_never_shows_in_an_error() -> None:
 
 def test_variables_that_are_no_settings_are_found_and_not_refused() -> None:
     found = unknown_variables(
-        {"TOKENFLEET_MAX_NUM_SEQ": "1", "TOKENFLEET_LEASE_S": "1", "TOKENFLEET_CONFIG": "x"}
+        {"TOKENFLEET_MAX_NUM_SEQ": "1", "TOKENFLEET_FOO": "1", "TOKENFLEET_LEASE_S": "1"}
+        | dict.fromkeys(("TOKENFLEET_CONFIG", "TOKENFLEET_TENANT", "TOKENFLEET_KERNELS"), "x")
     )
-    assert found == ["TOKENFLEET_MAX_NUM_SEQ (did you mean TOKENFLEET_MAX_NUM_SEQS?)"]
+    assert found == [
+        "TOKENFLEET_FOO",
+        "TOKENFLEET_MAX_NUM_SEQ (did you mean TOKENFLEET_MAX_NUM_SEQS?)",
+    ]
 
 
 def test_what_the_engine_shares_has_the_same_name_and_default() -> None:

@@ -82,10 +82,24 @@ def run(work: Coroutine[Any, Any, int], output: Output) -> NoReturn:
         raise typer.Exit(TIMED_OUT) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    except BrokenPipeError:  # the reader of our output has gone: there is nothing left to say
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(OK) from None
+    except BrokenPipeError:
+        reader_gone()
+    except OSError as error:  # standard output is on a disk that is full
+        _close_stdout()
+        say_error("Unwritable", error.strerror or str(error), output)
+        raise typer.Exit(BAD_INPUT) from None
     raise typer.Exit(code)
+
+
+def reader_gone() -> NoReturn:
+    """Whoever read our output has gone (`| head`): there is nothing left to say."""
+    _close_stdout()
+    raise typer.Exit(OK) from None
+
+
+def _close_stdout() -> None:
+    """What is left in its buffer goes nowhere: flushing it at exit would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 async def with_connection(

@@ -90,7 +90,7 @@ def batch_run(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Run a file to its end; run again after a kill, it goes on where it was."""
-    files = _files(input, output_file, error_file)
+    files = _files(input, output_file, error_file, output)
     rules = _rules(
         model, endpoint, form, max_lines, raw=raw, defaults=_defaults(max_tokens, temperature)
     )
@@ -141,7 +141,7 @@ def batch_submit(
 
     Results are kept for the workers' result_ttl_s, a day unless they were told otherwise.
     """
-    files = _files(input, output_file, error_file)
+    files = _files(input, output_file, error_file, output)
     rules = _rules(
         model, endpoint, form, max_lines, raw=raw, defaults=_defaults(max_tokens, temperature)
     )
@@ -191,6 +191,8 @@ def batch_validate(
 
     try:
         report = check_file(input, rules, on_problem=show)
+    except BrokenPipeError:
+        base.reader_gone()
     except OSError as error:
         batch_base.unreadable(input, error, output)
     wrong = sum(count for kind, count in report.kinds.items() if kind is not Kind.WARNING)
@@ -212,10 +214,12 @@ def batch_validate(
     raise typer.Exit(base.BAD_INPUT if wrong else base.OK)
 
 
-def _files(input: Path, output_file: Path | None, error_file: Path | None) -> BatchFiles:
+def _files(
+    input: Path, output_file: Path | None, error_file: Path | None, output: Output
+) -> BatchFiles:
     from tokenfleet.producer.batch import BatchFiles
 
-    return BatchFiles.beside(input, output_file, error_file)
+    return batch_base.checked(lambda: BatchFiles.beside(input, output_file, error_file), output)
 
 
 def _defaults(max_tokens: int | None, temperature: float | None) -> dict[str, Any]:
@@ -267,6 +271,8 @@ def _prepared(
         shown = [p for p in error.report.problems if p.kind != "warning"][:MOST_SHOWN]
         for problem in shown:
             base.note(batch_base.sentence(problem))
+        if any(p.param == "model" for p in shown):
+            base.note("lines that name no model run on the one that --model names")
         more = sum(error.report.codes.values()) - len(shown)
         if more > 0:
             base.note(f"... and {more} more; see all with: tokenfleet batch validate {files.input}")

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tokenfleet.producer.batch import Batch, Problem, Summary
     from tokenfleet.producer.client import AsyncClient
 
+LOOK_AFTER_S = 5.0
+"""After which a batch is said to wait for a model that no live worker serves."""
 Found = TypeVar("Found")
 
 Begun = Annotated[
@@ -45,10 +47,12 @@ async def run_batch(
     plain: bool,
 ) -> int:
     from tokenfleet.worker.commands.batch_view import shown
+    from tokenfleet.worker.commands.unserved import said_if_unserved
 
     try:
         with shown(batch.state.lines, plain=plain) as view:
-            async with asyncio.timeout(timeout_s):
+            looking = said_if_unserved(client, batch.state.model, after_s=LOOK_AFTER_S)
+            async with asyncio.timeout(timeout_s), looking:
                 summary = await batch.run(
                     client, on_progress=view.show, in_flight=in_flight, patience_s=patience_s
                 )
@@ -127,7 +131,9 @@ def checked(call: Callable[[], Found], output: Output) -> Found:
 
 
 def unreadable(path: Path, error: OSError, output: Output) -> NoReturn:
-    base.say_error("Unreadable", f"{path} cannot be read: {error.strerror}", output)
+    """Says which file cannot be read or, where we are to make it, written."""
+    kind, done = ("Unwritable", "written") if path.suffix == ".tmp" else ("Unreadable", "read")
+    base.say_error(kind, f"{path} cannot be {done}: {error.strerror}", output)
     raise typer.Exit(base.BAD_INPUT) from None
 
 

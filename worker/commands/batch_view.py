@@ -121,7 +121,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     if why:
         rows.append(("failed", why))
     said = f"{summary.prompt_tokens} in, {summary.completion_tokens} out"
-    if summary.elapsed_s:
+    if summary.tokens_per_s:
         said += f", {summary.tokens_per_s:.1f} tokens/s over {_span(summary.elapsed_s)}"
     rows.append(("tokens", said))
     rows.append(

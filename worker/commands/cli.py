@@ -6,6 +6,7 @@ Importing this module loads nothing heavy: a command imports what it needs when 
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -77,12 +78,21 @@ EXAMPLES = {
 }
 """One line per command that works as it stands."""
 
+ABOUT = """LLM jobs through Redis: exactly-once token streams from a fleet of workers.
+
+\b
+In one terminal, with a server and a small model brought along:
+  tokenfleet worker --embedded
+in another one:
+  tokenfleet submit --stream "Why is the sky blue?"
+"""
+
 SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 
 
 def build(arguments: list[str]) -> typer.Typer:
     """The application. `worker` gets its setting flags only when asked for: they cost time."""
-    app = _group("LLM jobs through Redis: exactly-once token streams from a fleet of workers.")
+    app = _group(ABOUT)
     app.callback()(_root)
     asked_for_worker = next((a for a in arguments if not a.startswith("-")), None) == "worker"
     serve = (
@@ -142,7 +152,9 @@ def build(arguments: list[str]) -> typer.Typer:
 def _group(text: str, parent: typer.Typer | None = None, name: str = "") -> typer.Typer:
     group = typer.Typer(
         help=text,
+        short_help=_first_paragraph(text),
         no_args_is_help=True,
+        rich_markup_mode=None,  # boxes cut the names of options in terminals of 80 columns
         pretty_exceptions_enable=False,
         add_completion=parent is None,
         context_settings=SETTINGS,
@@ -161,7 +173,17 @@ def _add(
     settings: dict[str, Any] = SETTINGS,
 ) -> None:
     example = EXAMPLES[f"{group} {name}".strip()]
-    app.command(name, epilog=f"Example:  {example}", context_settings=settings)(command)
+    app.command(
+        name,
+        short_help=_first_paragraph(inspect.cleandoc(command.__doc__ or "")),
+        epilog=f"Example:  {example}",
+        context_settings=settings,
+    )(command)
+
+
+def _first_paragraph(text: str) -> str:
+    """What a list of commands says of one: in full, where the library would cut it."""
+    return " ".join(text.partition("\n\n")[0].split())
 
 
 def _version(wanted: bool) -> None:
@@ -177,7 +199,7 @@ def _root(
         bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    """LLM jobs through Redis: exactly-once token streams from a fleet of workers."""
+    pass
 
 
 def typed() -> list[str]:

@@ -6,6 +6,7 @@ can be lost or are not served; `warn` that they might be.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Awaitable, Callable
 
 from redis.exceptions import ResponseError
@@ -81,7 +82,7 @@ class Doctor:
                 "workers",
                 BAD,
                 f"jobs wait for {model}, and no live worker serves it",
-                f"tokenfleet worker --model-name {model} --model PATH",
+                f"tokenfleet worker --model-name {shlex.quote(model)} --model PATH",
             )
             for model in sorted(waiting - served)
         ]

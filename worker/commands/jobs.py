@@ -1,14 +1,12 @@
 """Commands about one job: submit, stream, result, cancel.
 
-Text that streams is written as it comes and nothing else goes to standard output, so that a pipe
-gets exactly what the model said. Interrupting a command never ends a job; `cancel` does.
+Interrupting a command never ends a job; `cancel` does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,9 +14,10 @@ import typer
 
 from tokenfleet.worker.commands import base
 from tokenfleet.worker.commands.base import Namespace, Output, OutputOption, RedisUrl
+from tokenfleet.worker.commands.job_view import follow, print_id, print_result, wait
 
 if TYPE_CHECKING:
-    from tokenfleet.producer import AsyncClient, AsyncJob, Event, JobResult
+    from tokenfleet.producer import AsyncClient
 
 JobId = Annotated[str, typer.Argument(help="What submit printed.", show_default=False)]
 Timeout = Annotated[
@@ -52,7 +51,9 @@ def submit(
     ] = True,
     system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it is made.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Print the text when it is done.")] = False,
+    wait_for_end: Annotated[
+        bool, typer.Option("--wait", help="Print the text when it is done.")
+    ] = False,
     max_tokens: Annotated[int, typer.Option(min=0, help="Most output tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
@@ -73,6 +74,8 @@ def submit(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Put a job into the queue; with --stream, print its text as it is made."""
+    if timeout_s is not None and not (stream or wait_for_end):
+        raise typer.BadParameter("needs --wait or --stream", param_hint="--timeout-s")
     text = _prompt_text(prompt)
     sampling: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -94,6 +97,7 @@ def submit(
 
     async def work() -> int:
         from tokenfleet.producer import AsyncClient, SamplingParams
+        from tokenfleet.worker.commands.unserved import said_if_unserved
 
         asked["sampling"] = SamplingParams(**sampling)
         async with AsyncClient(
@@ -103,12 +107,12 @@ def submit(
             connect_timeout_s=base.CONNECT_TIMEOUT_S,
         ) as client:
             job = await client.submit(**asked)
-            if not stream and not wait:
-                return _print_id(job, output)
+            if not stream and not wait_for_end:
+                return print_id(job, output)
             if output is Output.TEXT:
                 base.note(f"job {job.id}")
-            async with asyncio.timeout(timeout_s):
-                return await (_follow(job, 0, output) if stream else _wait(job, output))
+            async with asyncio.timeout(timeout_s), said_if_unserved(client, model):
+                return await (follow(job, 0, output) if stream else wait(job, output))
 
     base.run(work(), output)
 
@@ -127,7 +131,7 @@ def stream(
 
     async def work(client: AsyncClient) -> int:
         async with asyncio.timeout(timeout_s):
-            return await _follow(client.job(job_id), from_offset, output)
+            return await follow(client.job(job_id), from_offset, output)
 
     base.run(_with_client(work, redis_url, namespace), output)
 
@@ -148,7 +152,7 @@ def result(
         if not timeout_s and not (status := await job.status()).state.terminal:
             raise ResultTimeout(job_id, 0.0, status.state)
         found = await job.result(timeout_s=timeout_s or FETCH_S)
-        return _print_result(job_id, found, output)
+        return print_result(job_id, found, output)
 
     base.run(_with_client(work, redis_url, namespace), output)
 
@@ -192,7 +196,13 @@ def _prompt_text(prompt: str | None) -> str:
         raise typer.BadParameter(
             "give one, or `-` to read it from standard input", param_hint="PROMPT"
         )
-    return sys.stdin.read()
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(
+            f"standard input is not UTF-8 ({error.reason} at byte {error.start})",
+            param_hint="PROMPT",
+        ) from None
 
 
 def _prompt_fields(text: str, *, chat: bool, system: str | None) -> dict[str, Any]:
@@ -206,101 +216,3 @@ def _prompt_fields(text: str, *, chat: bool, system: str | None) -> dict[str, An
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     return {"messages": messages}
-
-
-def _print_id(job: AsyncJob, output: Output) -> int:
-    if output is Output.JSON:
-        base.print_json({"job_id": job.id, "deduplicated": job.deduplicated})
-    else:
-        typer.echo(job.id)
-    return base.OK
-
-
-async def _follow(job: AsyncJob, offset: int, output: Output) -> int:
-    """Print events as they come; the exit code says whether the job finished."""
-    last: Event | None = None
-    try:
-        async for event in job.stream(from_offset=offset):
-            last = event
-            _print_event(event, output)
-    except asyncio.CancelledError:
-        where = last.end if last is not None else offset
-        base.note(
-            f"\nthe job goes on; see the rest with: tokenfleet stream {job.id} "
-            f"--from-offset {where}"
-        )
-        raise
-    if output is Output.TEXT:
-        typer.echo("")
-    if last is None or last.finish_reason in ("stop", "length"):
-        return base.OK
-    reason = last.error.message if last.error is not None else f"the job was {last.finish_reason}"
-    base.say_error(last.error.code if last.error else str(last.finish_reason), reason, output)
-    return base.SOME_FAILED
-
-
-def _print_event(event: Event, output: Output) -> None:
-    if output is Output.JSON:
-        base.print_json(event_as_dict(event))
-    elif event.choice == 0 and event.text:
-        typer.echo(event.text, nl=False)
-        sys.stdout.flush()
-
-
-def event_as_dict(event: Event) -> dict[str, Any]:
-    described: Mapping[str, Any] = {
-        "offset": event.offset,
-        "choice": event.choice,
-        "attempt": event.attempt,
-        "text": event.text,
-        "token_ids": event.token_ids,
-        "finish_reason": event.finish_reason,
-        "final": event.final,
-        "error": None
-        if event.error is None
-        else {"code": event.error.code, "message": event.error.message},
-    }
-    return dict(described)
-
-
-async def _wait(job: AsyncJob, output: Output) -> int:
-    return _print_result(job.id, await job.result(timeout_s=None), output)
-
-
-def _print_result(job_id: str, found: JobResult, output: Output) -> int:
-    if output is Output.JSON:
-        base.print_json(result_as_dict(job_id, found))
-        return base.OK
-    for number, choice in enumerate(found.choices):
-        if len(found.choices) > 1:
-            base.note(f"[{number}]")
-        typer.echo(choice.text)
-    return base.OK
-
-
-def result_as_dict(job_id: str, found: JobResult) -> dict[str, Any]:
-    return {
-        "job_id": job_id,
-        "model": found.model,
-        "worker": found.worker,
-        "attempts": found.attempts,
-        "choices": [
-            {
-                "text": choice.text,
-                "token_ids": choice.token_ids,
-                "finish_reason": choice.finish_reason,
-            }
-            for choice in found.choices
-        ],
-        "usage": {
-            "prompt_tokens": found.usage.prompt_tokens,
-            "completion_tokens": found.usage.completion_tokens,
-            "total_tokens": found.usage.total_tokens,
-        },
-        "timings": {
-            "queue_s": found.timings.queue_s,
-            "first_token_s": found.timings.first_token_s,
-            "total_s": found.timings.total_s,
-        },
-        "metadata": found.metadata,
-    }

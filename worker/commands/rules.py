@@ -75,7 +75,7 @@ def queue_pause(
         await rules.pause(model, _classes(priority))
         return await _print_paused(rules, output)
 
-    base.run(_with_rules(work, redis_url, namespace), output)
+    base.run(_with_rules(work, redis_url, namespace, about=model), output)
 
 
 def queue_resume(
@@ -91,11 +91,13 @@ def queue_resume(
         await rules.resume(model, _classes(priority))
         return await _print_paused(rules, output)
 
-    base.run(_with_rules(work, redis_url, namespace), output)
+    base.run(_with_rules(work, redis_url, namespace, about=model), output)
 
 
 async def _print_paused(rules: Rules, output: Output) -> int:
     rows = [{"model": m, "priority": p} for m, p in sorted(await rules.paused())]
+    if rows and output is Output.TEXT:
+        base.note("paused now:")
     base.print_rows(("model", "priority"), rows, output, empty="no queue is paused")
     return base.OK
 
@@ -105,12 +107,22 @@ def _classes(priorities: list[Priority] | None) -> list[str]:
 
 
 async def _with_rules(
-    work: Callable[[Rules], Awaitable[int]], redis_url: str, namespace: str
+    work: Callable[[Rules], Awaitable[int]],
+    redis_url: str,
+    namespace: str,
+    *,
+    about: str | None = None,
 ) -> int:
+    """The work's exit code; a model that nobody knows is perhaps misspelled, and said so."""
+
     async def with_connection(connection: Connection) -> int:
         from tokenfleet.producer.fleet import FleetReader
         from tokenfleet.worker.rules import Rules
 
-        return await work(Rules(connection, await FleetReader(connection).partitions()))
+        fleet = FleetReader(connection)
+        if about is not None and not await fleet.knows(about):
+            known = ", ".join(sorted(await fleet.models())) or "none"
+            base.note(f"no worker serves {about!r} and no queue is called so; known: {known}")
+        return await work(Rules(connection, await fleet.partitions()))
 
     return await base.with_connection(with_connection, redis_url, namespace)

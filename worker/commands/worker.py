@@ -14,6 +14,7 @@ import socket
 import textwrap
 import time
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 from urllib.parse import urlsplit
@@ -31,8 +32,17 @@ if TYPE_CHECKING:
     from tokenfleet.worker.settings import WorkerSettings
 
 DEMO_NAME = "smollm2"
+_HERE = ("localhost", "127.0.0.1", "::1")
 HIDDEN = ("fault",)
 """Settings that are hooks of the tests."""
+
+
+class LogFormat(StrEnum):
+    """Of a worker's log."""
+
+    AUTO = "auto"
+    JSON = "json"
+    CONSOLE = "console"
 
 
 def worker(
@@ -46,11 +56,15 @@ def worker(
         Path | None, typer.Option(envvar="TOKENFLEET_CONFIG", help="TOML file of settings.")
     ] = None,
     log_format: Annotated[
-        str, typer.Option(metavar="auto|json|console", help="auto: console on a terminal.")
-    ] = "auto",
+        LogFormat, typer.Option(help="auto: console on a terminal.")
+    ] = LogFormat.AUTO,
     **flags: Any,
 ) -> None:
-    """Serve a model: take jobs from the queue into free slots, stream their tokens back."""
+    """Serve a model: take jobs from the queue into free slots, stream their tokens back.
+
+    Every setting (from --redis-url on) is also TOKENFLEET_<NAME> in the environment, and a line
+    of the file that --config names; `tokenfleet config show` says which came from where.
+    """
     from tokenfleet.worker.settings import SettingsError, load_settings, unknown_variables
 
     if config is not None:
@@ -62,11 +76,20 @@ def worker(
         if embedded:
             flags, server = _bring_along(flags)
         settings = load_settings(**flags)
+        if not settings.model.is_dir():
+            raise SettingsError(
+                "model must be a directory with config.json, safetensors and tokenizer.json, got "
+                f"{str(settings.model)!r}; download first what is on a hub"
+            )
     except SettingsError as error:
+        if server is not None:
+            server.stop()
         base.say_error("SettingsError", str(error), Output.TEXT)
         raise typer.Exit(base.BAD_INPUT) from None
+    if server is not None:
+        base.note(f"in another terminal: {_first_command(settings)}")
     try:
-        raise typer.Exit(_serve(settings, log_format))
+        raise typer.Exit(_serve(settings, log_format.value))
     finally:
         if server is not None:
             server.stop()
@@ -134,19 +157,19 @@ def _flag(name: str, field: FieldInfo, text: str) -> Any:
         kind, spelled = bool, f"--{word}/--no-{word}"
     option = typer.Option(
         spelled,
-        help=text,
+        help=f"{text}{_default(field)}".strip(),
         metavar=None if kind is bool else _metavar(field.annotation),
-        show_default=_shown(field),
-        rich_help_panel="Settings (each also in the file, and as TOKENFLEET_<NAME>)",
+        show_default=False,
         hidden=name in HIDDEN,
     )
     return Annotated[kind | None, option]
 
 
-def _shown(field: FieldInfo) -> str | bool:
+def _default(field: FieldInfo) -> str:
     if field.is_required() or field.default is None:
-        return False
-    return str(field.default)
+        return ""
+    shown = ("off", "on")[field.default] if isinstance(field.default, bool) else field.default
+    return f"  [default: {shown}]"
 
 
 def _metavar(annotation: Any) -> str:
@@ -164,24 +187,51 @@ def _bring_along(flags: dict[str, Any]) -> tuple[dict[str, Any], EmbeddedServer]
     """Start the embedded server where redis_url says, and fill in the demo model."""
     from tokenfleet.producer.embedded import EmbeddedServer
 
-    url = urlsplit(flags.get("redis_url") or base.DEFAULT_URL)
+    port = _port_here(flags.get("redis_url") or base.DEFAULT_URL)
     given = dict(flags)
     if given.get("model") is None:
         base.note("preparing SmolLM2-135M-Instruct (cached after the first time)")
         given["model"] = str(base.demo_model())
         given["model_name"] = given.get("model_name") or DEMO_NAME
-    if _taken(url.port or 6379):
+    if _taken(port):
         base.say_error(
             "PortTaken",
-            f"port {url.port or 6379} is in use; leave out --embedded to use what listens there, "
+            f"port {port} is in use; leave out --embedded to use what listens there, "
             "or give another one: --redis-url redis://localhost:6380/0",
             Output.TEXT,
         )
         raise typer.Exit(base.BAD_INPUT)
-    server = EmbeddedServer(port=url.port or 6379).start()
+    server = EmbeddedServer(port=port).start()
     given["redis_url"] = server.url
     base.note(f"embedded server at {server.url}")
     return given, server
+
+
+def _port_here(redis_url: str) -> int:
+    """The port of a URL that an embedded server can have. Raises SettingsError."""
+    from tokenfleet.producer.address import SINGLE, parse_address
+    from tokenfleet.producer.errors import BrokerUnsupported, InvalidJob
+    from tokenfleet.worker.settings import SettingsError
+
+    try:
+        address = parse_address(redis_url)
+    except (InvalidJob, BrokerUnsupported) as error:
+        raise SettingsError(str(error)) from None
+    elsewhere = address.kind != SINGLE or address.tls or address.hosts[0][0] not in _HERE
+    if elsewhere or address.options.keys() & {"username", "password"}:
+        raise SettingsError(
+            "--embedded brings a server on this machine, without TLS and password: leave out "
+            "--redis-url, or give redis://localhost:PORT/0"
+        )
+    return address.hosts[0][1]
+
+
+def _first_command(settings: WorkerSettings) -> str:
+    """What somebody who has just started a worker and its server may type next."""
+    options = "" if settings.served_name == DEMO_NAME else f" --model {settings.served_name}"
+    if urlsplit(settings.redis_url).port != urlsplit(base.DEFAULT_URL).port:
+        options += f" --redis-url {settings.redis_url}"
+    return f'tokenfleet submit --stream "Why is the sky blue?"{options}'
 
 
 def _taken(port: int) -> bool:
@@ -201,7 +251,7 @@ def _serve(settings: WorkerSettings, log_format: str) -> int:
     async def serve() -> int:
         try:
             service = WorkerService(settings, started=started_at(), first_engine=engine)
-        except ValueError as error:
+        except (ValueError, OSError) as error:  # OSError: trace_file cannot be written
             base.say_error("SettingsError", str(error), Output.TEXT)
             return base.BAD_INPUT
         logs.configure(

@@ -67,6 +67,7 @@ class Echo:
             input=stdin,
             capture_output=True,
             text=True,
+            errors="surrogateescape",  # a lone surrogate in stdin is a byte that is no text
             timeout=60,
             env=self.environment,
             check=False,

@@ -53,6 +53,27 @@ def test_the_first_help_lists_every_command(monkeypatch: pytest.MonkeyPatch) -> 
     assert {path for path in ALL if " " not in path and f" {path} " not in listed} == set()
 
 
+@pytest.mark.parametrize("columns", [40, 80])
+@pytest.mark.parametrize("path", sorted(set(LEAVES) - {"gateway"}))
+def test_no_name_of_an_option_is_cut_in_a_narrow_terminal(path: str, columns: int) -> None:
+    words = path.split()
+    shown = CliRunner().invoke(build(words), [*words, "--help"], terminal_width=columns).output
+    names = {
+        name
+        for parameter in LEAVES[path].params
+        for name in (*parameter.opts, *parameter.secondary_opts)
+        if name.startswith("--") and not getattr(parameter, "hidden", False)
+    }
+    assert names - set(shown.replace(",", " ").split()) == set()
+
+
+def test_a_setting_is_shown_with_its_default_as_one_writes_it() -> None:
+    said = CliRunner().invoke(build(["worker"]), ["worker", "--help"]).output
+    shown = " ".join(said.split())
+    assert "[default: redis://localhost:6379/0]" in shown
+    assert "begin alike. [default: on]" in shown
+
+
 @pytest.mark.parametrize("path", sorted(ALL))
 def test_every_help_ends_with_an_example(path: str) -> None:
     words = path.split()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +36,13 @@ def test_submit_and_stream_write_the_text_and_nothing_else_to_standard_output(ec
 def test_a_prompt_is_a_chat_message_unless_raw(echo: Any) -> None:
     done = echo.run("submit", "--wait", "hi", "--system", "be brief", "--max-tokens", "22")
     assert done.stdout == "system:be briefuser:hi\n"
+
+
+def test_who_streams_one_of_several_samples_is_told_where_the_others_are(echo: Any) -> None:
+    done = echo.run("submit", "--stream", "--raw", "abc", "--max-tokens", "3", "-n", "2")
+    assert (done.returncode, done.stdout) == (0, "abc\n")
+    job_id = done.stderr.split()[1]
+    assert f"tokenfleet result {job_id}" in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [("-",), ()])
@@ -86,6 +94,7 @@ def test_a_failed_job_is_exit_code_1_with_its_reason(echo: Any) -> None:
         (("submit", "x", "--top-p", "1.5"), "top-p"),
         (("submit", "x", "--priority", "urgent"), "urgent"),
         (("submit", "x", "--raw", "--system", "s"), "needs --chat"),
+        (("submit", "x", "--timeout-s", "1"), "needs --wait"),
         (("submit", "x", "--stop", ""), "stop"),
         (("submit", "x", "--tenant", "a:b"), "tenant"),
         (("submit", "x", "--no-such-flag"), "no-such-flag"),
@@ -120,6 +129,7 @@ def test_time_that_runs_out_is_exit_code_4_and_the_job_goes_on(echo: Any) -> Non
     done = echo.run("submit", "x", "--wait", "--timeout-s", "0.2", "--model", "nobody-serves-it")
     assert done.returncode == 4
     job_id = done.stderr.split()[1]
+    assert f"tokenfleet result {job_id}" in done.stderr, "how to come back for it"
     now = echo.run("result", job_id)
     assert now.returncode == 4
     assert "waiting" in now.stderr
@@ -138,6 +148,32 @@ def test_interrupting_a_stream_says_how_to_go_on_and_does_not_end_the_job(echo: 
     job_id = said.decode().split()[1]
     assert f"tokenfleet stream {job_id} --from-offset" in said.decode()
     assert json.loads(echo.run("cancel", job_id, "-o", "json").stdout)[0]["state"] == "running"
+
+
+def test_who_waits_for_a_model_that_nobody_serves_is_told_so(echo: Any) -> None:
+    waiting = echo.start("submit", "x", "--wait", "--model", "smolm2")
+    job_id = waiting.stderr.readline().decode().split()[1]
+    said = waiting.stderr.readline().decode()
+    assert "no live worker serves 'smolm2' (served: echo)" in said
+    echo.run("cancel", job_id)
+    waiting.communicate(timeout=30)
+    assert waiting.returncode == 1
+
+
+def test_a_prompt_that_is_no_text_is_refused(echo: Any) -> None:
+    done = echo.run("submit", stdin="\udcff\udcfe")
+    assert (done.returncode, "not UTF-8" in done.stderr) == (2, True)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full device")
+@pytest.mark.parametrize("words", [("submit", "--stream", "--raw", "abc"), ("queue", "list")])
+def test_output_that_cannot_be_written_is_exit_code_2(echo: Any, words: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:
+        writer = echo.start(*words, stdout=full.fileno())
+        _, said = writer.communicate(timeout=30)
+    assert writer.returncode == 2, said
+    assert b"No space left" in said
+    assert b"Traceback" not in said
 
 
 def test_a_reader_that_leaves_is_no_error(echo: Any) -> None:

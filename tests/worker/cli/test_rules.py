@@ -22,6 +22,17 @@ def test_limits_are_set_shown_and_taken_away(valkey, run) -> None:
     assert json.loads(run("queue", "limit", *at).stdout) == []
 
 
+def test_pausing_a_model_that_nobody_knows_is_said_to_be_perhaps_a_slip(valkey, run) -> None:
+    at = ("--redis-url", valkey.url, "--namespace", "slip")
+    with Client(valkey.url, namespace="slip") as client:
+        client.submit(model="smollm2", prompt="x")
+    said = run("queue", "pause", "smolm2", *at)
+    assert said.returncode == 0
+    assert "no worker serves 'smolm2'" in said.stderr
+    assert "known: smollm2" in said.stderr
+    assert "serves" not in run("queue", "pause", "smollm2", *at).stderr
+
+
 def test_limits_without_a_tenant_are_bad_input(valkey, run) -> None:
     assert run("queue", "limit", "--running", "3", "--redis-url", valkey.url).returncode == 2
 

@@ -38,7 +38,12 @@ def test_the_text_of_a_flag_is_the_text_of_its_setting() -> None:
         (("--block-size", "24", "--model", "x"), "block_size"),
         (("--dtype", "float8", "--model", "x"), "dtype"),
         (("--redis-url", "localhost", "--model", "x"), "redis_url"),
-        (("--otlp-endpoint", "collector:4317", "--model", "x"), "otlp_endpoint"),
+        (("--otlp-endpoint", "collector:4317", "--model", "."), "otlp_endpoint"),
+        (("--trace-file", "/dev/null/spans.jsonl", "--model", "."), "/dev/null"),
+        (("--log-format", "xml", "--model", "."), "log-format"),
+        (("--model", "owner/name"), "directory"),
+        (("--embedded", "--redis-url", "redis://example.org/0", "--model", "."), "this machine"),
+        (("--embedded", "--redis-url", "redis://localhost:99999/0", "--model", "."), "port"),
         ((), "--model"),
     ],
 )
