@@ -21,6 +21,7 @@ from redis.exceptions import (
     AuthorizationError,
     ClusterDownError,
     ConnectionError,
+    InvalidResponse,
     NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -53,6 +54,8 @@ _PASSING = (
 )
 _DENIED = ("The user executing the script can't", "ACL failure in script")
 """How Redis and Valkey say that an ACL forbids what a script does."""
+_UNUSABLE = ("DB index is out of range", "unknown command")
+"""How a server says that it is not one that can be used: a sentinel URL that leads to none, say."""
 SERVER_WIDE = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY ", "CLUSTERDOWN")
 """Replies that say something about the server for now, and nothing about what was asked."""
 _REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
@@ -224,10 +227,16 @@ class Connection:
                 if time.monotonic() + pause >= give_up:
                     raise BrokerUnavailable(
                         f"{self.describe()} was not reached within {patience_s:g} s "
-                        f"({error or type(error).__name__}); is it running, and the address right?"
+                        f"({error or type(error).__name__}); {self._doubt()}"
                     ) from error
                 await asyncio.sleep(pause)
+            except InvalidResponse as error:
+                problem = f"what answers is no Redis ({self.describe()}: {error}); {self._doubt()}"
+                raise BrokerUnsupported(problem) from error
             except ResponseError as error:  # the ones above are such too, and come first
+                if any(words in str(error) for words in _UNUSABLE):
+                    problem = f"{self.describe()} cannot be used: {error}; is the address right?"
+                    raise BrokerUnsupported(problem) from error
                 if str(error).startswith(SERVER_WIDE):
                     problem = f"{self.describe()} refuses for now: {error}"
                     raise BrokerUnavailable(problem) from error
@@ -241,6 +250,11 @@ class Connection:
         if self._line is not None:
             await self._line.hang_up()
         await look_again(self.client)
+
+    def _doubt(self) -> str:
+        if self.address is not None and self.address.tls:
+            return "is it running, the address right, and does it speak TLS there?"
+        return "is it running, and the address right?"
 
     def describe(self) -> str:
         """The server's address for messages, without the password."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from tokenfleet.producer.errors import BrokerUnavailable
+from tokenfleet.producer.connection import Connection
+from tokenfleet.producer.errors import BrokerUnavailable, BrokerUnsupported
 
 
 @pytest.mark.parametrize(
@@ -20,3 +23,40 @@ async def test_a_server_that_takes_no_writes_is_unavailable(bare_lab, setting, v
     assert found.value.retryable
     await bare_lab.raw.config_set(setting, 0)
     assert await job.cancel() == "cancelled"
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [("{host}/99", "DB index is out of range"), ("{sentinel}/mymaster", "SENTINEL")],
+)
+async def test_an_address_that_leads_to_another_kind_of_server_is_named(bare_lab, place, said):
+    host = bare_lab.server.url.rpartition("/")[0]
+    url = place.format(host=host, sentinel=host.replace("redis://", "redis+sentinel://"))
+    connection = Connection(url, namespace="n")
+    with pytest.raises(BrokerUnsupported, match=said):
+        await connection.ready()
+    with pytest.raises(BrokerUnsupported, match="is the address right"):
+        await connection.execute("EXISTS", "x")
+    await connection.aclose()
+
+
+async def test_what_answers_and_is_no_redis_is_named():
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        connection = Connection(f"redis://127.0.0.1:{port}", namespace="n")
+        with pytest.raises(BrokerUnsupported, match="no Redis"):
+            await connection.ready()
+        await connection.aclose()
+
+
+async def test_a_server_without_tls_is_doubted_to_speak_it(bare_lab):
+    url = bare_lab.server.url.replace("redis://", "rediss://")
+    connection = Connection(url, namespace="n", connect_timeout_s=0.2)
+    with pytest.raises(BrokerUnavailable, match="does it speak TLS there"):
+        await connection.ready()
+    await connection.aclose()
