@@ -1,9 +1,8 @@
 """Triton form of sampling.py, without sorting.
 
-Two launches filter: `_cuts` finds each row's lowest kept logit by narrowing a range of keys (floats
-as integers of the same order) to a quarter per reading of the row; `_draw` takes the Gumbel maximum
-over what is kept, a row's vocabulary split among several programs, and `_join` picks the best of
-them. Nothing goes to the host. Filters compare logits before the temperature: it changes no order.
+`find_cuts` tells each row's lowest kept logit; `_draw` takes the Gumbel maximum over what is kept,
+a row's vocabulary split among several programs, and `_join` picks the best of them. Nothing goes to
+the host. Filters compare logits before the temperature: it changes no order.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenfleet.kernels.gpu.cuts import find_cuts, key_of
 from tokenfleet.kernels.gpu.launch import gpu_of, launch
 from tokenfleet.kernels.gpu.registry import Example
 from tokenfleet.kernels.gpu.rng import bits_of, gumbel_of
 from tokenfleet.kernels.sampling import PenaltyRows, SamplingRows
 
-CUT_TILE = 2048
 DRAW_TILE = 1024
 HISTORY_TILE = 256
 
@@ -31,7 +30,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     keys = rows.keys.contiguous()
-    cuts = _find_cuts(logits, rows) if rows.filtered and V > 1 else None
+    cuts = find_cuts(logits, rows) if rows.filtered and V > 1 else None
     # programs enough for the GPU, each with a piece of whole tiles
     wanted = max(1, 2 * gpu_of(logits.device).num_sms // max(R, 1))
     piece = triton.cdiv(triton.cdiv(V, min(wanted, 64)), DRAW_TILE) * DRAW_TILE
@@ -45,16 +44,6 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     )  # fmt: skip
     launch(_join, (R,), best, ids, out, splits, TILE=triton.next_power_of_2(splits), num_warps=1)
     return out
-
-
-def _find_cuts(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """int32 [R, 2]: key of the lowest kept logit, and the highest id that is kept with that key."""
-    R, V = logits.shape
-    cuts = torch.empty((R, 2), dtype=torch.int32, device=logits.device)
-    columns = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
-    held = [column.contiguous() for column in columns]
-    launch(_cuts, (R,), logits, *held, cuts, V, logits.stride(0), TILE=CUT_TILE, num_warps=8)
-    return cuts
 
 
 def penalise(logits: Tensor, rows: PenaltyRows) -> Tensor:
@@ -97,133 +86,6 @@ def examples(device: torch.device) -> Iterator[Example]:
 
 
 @triton.jit
-def _key_of(x):
-    """int32 in the order of the floats; both zeros have one key."""
-    raw = (x + 0.0).to(tl.int32, bitcast=True)
-    return raw ^ ((raw >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _float_of(key):
-    """The float that has this key."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _above(
-    logits, V, first, second, third, floor, factor, shift, MASS: tl.constexpr, TILE: tl.constexpr
-):
-    """How many keys of the row are at or above each of three, or their mass, among those at or
-    above `floor`. The mass of x is 2^(x factor - shift)."""
-    a = tl.zeros((TILE,), tl.float32)
-    b = tl.zeros((TILE,), tl.float32)
-    c = tl.zeros((TILE,), tl.float32)
-    for start in range(0, V, TILE):
-        at = start + tl.arange(0, TILE)
-        x = tl.load(logits + at, mask=at < V, other=-float("inf"))
-        key = _key_of(x)
-        if MASS:
-            weight = tl.exp2(x * factor - shift)
-        else:
-            weight = tl.full((TILE,), 1.0, tl.float32)
-        weight = tl.where((key >= floor) & (at < V), weight, 0.0)
-        a += tl.where(key >= first, weight, 0.0)
-        b += tl.where(key >= second, weight, 0.0)
-        c += tl.where(key >= third, weight, 0.0)
-    return tl.sum(a), tl.sum(b), tl.sum(c)
-
-
-@triton.jit
-def _highest_with(
-    logits, V, low, high, floor, wanted, factor, shift, MASS: tl.constexpr, TILE: tl.constexpr
-):
-    """The highest key in low..high whose count or mass (see _above) reaches `wanted`; `low` if none
-    does. A row of which exactly `wanted` keys are counted is not looked through further."""
-    low = low.to(tl.int64)
-    high = high.to(tl.int64)
-    while low < high:
-        step = (high - low + 3) // 4
-        first = tl.minimum(low + step, high)
-        second = tl.minimum(low + 2 * step, high)
-        third = tl.minimum(low + 3 * step, high)
-        a, b, c = _above(
-            logits, V, first.to(tl.int32), second.to(tl.int32), third.to(tl.int32), floor,
-            factor, shift, MASS, TILE,
-        )  # fmt: skip
-        if c >= wanted:
-            low = third
-        elif b >= wanted:
-            low = second
-            high = third - 1
-        elif a >= wanted:
-            low = first
-            high = second - 1
-        else:
-            high = first - 1
-        if not MASS:  # noqa: SIM102  # decided when it is compiled, the next one when it runs
-            if (a == wanted) | (b == wanted) | (c == wanted):
-                high = low
-    return low.to(tl.int32)
-
-
-@triton.jit
-def _cuts(
-    logits, temperatures, top_ks, top_ps, min_ps, cuts, V, stride, TILE: tl.constexpr
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    logits += row * stride
-    temperature = tl.load(temperatures + row)
-    factor = tl.div_rn(1.4426950408889634, temperature)
-    best = tl.full((TILE,), -float("inf"), tl.float32)
-    for start in range(0, V, TILE):
-        at = start + tl.arange(0, TILE)
-        best = tl.maximum(best, tl.load(logits + at, mask=at < V, other=-float("inf")))
-    top = tl.max(best)
-    shift = top * factor
-    highest = _key_of(top)
-    cut = _key_of(tl.full((), -float("inf"), tl.float32))
-    last = V
-
-    top_k = tl.load(top_ks + row)
-    if top_k < V:
-        cut = _highest_with(
-            logits, V, cut, highest, cut, top_k.to(tl.float32), factor, shift, False, TILE
-        )
-    top_p = tl.load(top_ps + row)
-    if top_p < 1.0:
-        # all that lies lower has a mass below 1 - top_p of the largest one
-        reach = tl.log(V.to(tl.float32)) - tl.log(1.0 - top_p) + 1.0
-        low = tl.maximum(cut, _key_of(top - temperature * reach))
-        total, _, _ = _above(logits, V, cut, cut, cut, cut, factor, shift, True, TILE)
-        wanted = top_p * total
-        nucleus = _highest_with(logits, V, low, highest, cut, wanted, factor, shift, True, TILE)
-        above, _, _ = _above(
-            logits, V, nucleus + 1, nucleus + 1, nucleus + 1, cut, factor, shift, True, TILE
-        )
-        weight = tl.exp2(_float_of(nucleus) * factor - shift)
-        # of equal ones the lowest ids are kept, until the mass is reached
-        ties = tl.maximum(tl.ceil(tl.div_rn(wanted - above, weight)), 1.0)
-        count = tl.zeros((), tl.float32)
-        last = V * 0
-        for start in range(0, V, TILE):
-            at = start + tl.arange(0, TILE)
-            x = tl.load(logits + at, mask=at < V, other=-float("inf"))
-            tied = ((_key_of(x) == nucleus) & (at < V)).to(tl.float32)
-            kept = (tied > 0) & (count + tl.cumsum(tied, 0) <= ties)
-            last = tl.maximum(last, tl.max(tl.where(kept, at, 0)))
-            count += tl.sum(tied)
-        cut = nucleus
-    min_p = tl.load(min_ps + row)
-    if min_p > 0.0:
-        lowest = _key_of(top + temperature * tl.log(min_p))
-        if lowest > cut:
-            cut = lowest
-            last = V
-    tl.store(cuts + row * 2, cut)
-    tl.store(cuts + row * 2 + 1, last)
-
-
-@triton.jit
 def _draw(
     logits, temperatures, keys, cuts, best, ids, V, stride, piece, TILE: tl.constexpr
 ):  # fmt: skip
@@ -242,7 +104,7 @@ def _draw(
         noisy = tl.div_rn(x, temperature) + gumbel_of(bits_of(first_key, second_key, at))
         if cuts is not None:
             cut = tl.load(cuts + row * 2)
-            key = _key_of(x)
+            key = key_of(x)
             kept = (key > cut) | ((key == cut) & (at <= tl.load(cuts + row * 2 + 1)))
             noisy = tl.where(kept, noisy, -float("inf"))
         better = noisy > value

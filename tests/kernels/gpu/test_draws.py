@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tokenfleet.kernels.backend import using
+from tokenfleet.kernels.gpu.launch import TARGETS, recording
 from tokenfleet.kernels.rng import gumbel, row_keys
 from tokenfleet.kernels.sampling import (
     PenaltyRows,
@@ -48,7 +49,7 @@ def drawn_by_sorting(logits, rows):
         return (warp(logits, rows) + gumbel(rows.keys, tokens[None])).argmax(-1)
 
 
-@pytest.mark.parametrize(("vocab", "sharp"), [(1, 1.0), (63, 0.1), (63, 6.0), (3001, 1.0)])
+@pytest.mark.parametrize(("vocab", "sharp"), [(1, 1.0), (63, 0.1), (63, 6.0), (1100, 1.0)])
 def test_the_draw_without_sorting_is_the_draw_with_it(device, vocab, sharp):
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(len(GRID), vocab, generator=generator) * sharp
@@ -69,17 +70,32 @@ def test_a_plain_draw_is_the_gumbel_maximum(device, vocab):
 
 
 def test_a_cut_through_equal_logits_keeps_the_lowest_ids(device):
-    logits = torch.randint(0, 2, (6, 3000), generator=torch.Generator().manual_seed(0)).float()
-    logits, rows = logits.to(device), rows_of([(1.0, 0, 0.2, 0.0)] * 6, 3000, device)
+    logits = torch.randint(0, 2, (3, 1100), generator=torch.Generator().manual_seed(0)).float()
+    logits, rows = logits.to(device), rows_of([(1.0, 0, 0.2, 0.0)] * 3, 1100, device)
     drawn = sample(logits, rows)
     assert torch.isfinite(warp(logits, rows).gather(1, drawn[:, None])).all()
 
 
+def test_one_binary_finds_the_cuts_of_any_number_of_rows():
+    keys = set()
+    for R in (1, 2, 16, 17, 128):
+        one = torch.empty(R, device="meta")
+        rows = SamplingRows(one, one.long(), one, one, torch.empty(R, 2, device="meta").int(), True)
+        with recording(TARGETS[90]) as launches:
+            sample(torch.empty(R, 151936, device="meta"), rows)
+        found = {
+            launch.key() for launch in launches if launch.name in ("_tops", "_narrow", "_finish")
+        }
+        keys.add(frozenset(found))
+    (same,) = keys
+    assert len(same) == 7
+
+
 def test_signs_and_zeros_are_ordered_as_floats_are(device):
     values = torch.tensor([-2.0, -0.0, 0.0, 1e-40, -1e-40, -3.0, 2.0, -torch.inf])
-    logits = values.repeat(5, 1).to(device)
+    logits = values.repeat(2, 1).to(device)
     for top_k, possible in ((1, {6}), (2, {6, 3}), (3, {6, 3, 1, 2}), (5, {6, 3, 1, 2, 4})):
-        rows = rows_of([(5.0, top_k, 1.0, 0.0)] * 5, 8, device)
+        rows = rows_of([(5.0, top_k, 1.0, 0.0)] * 2, 8, device)
         drawn = sample(logits, rows)
         assert set(drawn.tolist()) <= possible
         assert torch.equal(drawn, drawn_by_sorting(logits, rows))
@@ -87,12 +103,12 @@ def test_signs_and_zeros_are_ordered_as_floats_are(device):
 
 @pytest.mark.parametrize("parameters", [(1.0, 0, 1.0, 0.0), (1.0, 5, 0.9, 0.1)])
 def test_a_forbidden_token_never_wins_and_a_broken_row_gives_some_id(device, parameters):
-    logits = torch.full((6, 3000), -torch.inf)
-    logits[:, 1700] = 0.0
+    logits = torch.full((5, 600), -torch.inf)
+    logits[:, 570] = 0.0
     logits[1], logits[2], logits[3] = -torch.inf, torch.nan, torch.inf
-    drawn = sample(logits.to(device), rows_of([parameters] * 6, 3000, device))
-    assert ((drawn >= 0) & (drawn < 3000)).all()
-    assert (drawn.cpu()[[0, 4, 5]] == 1700).all()
+    drawn = sample(logits.to(device), rows_of([parameters] * 5, 600, device))
+    assert ((drawn >= 0) & (drawn < 600)).all()
+    assert (drawn.cpu()[[0, 4]] == 570).all()
 
 
 @pytest.mark.parametrize("length", [1, 63, 300])
