@@ -92,6 +92,7 @@ class EngineHandle:
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter | None = None
         self._buffer = frames.FrameBuffer()
+        self._unsent: list[bytes] = []
         self._crash: str | None = None
         self._listens = False
         self.last_heard = time.monotonic()
@@ -215,8 +216,16 @@ class EngineHandle:
         return batch
 
     def _send(self, kind: str, *fields: Any) -> None:
+        """Frames of one turn of the loop leave together: the child acts on all of them before its
+        next step, and not on the first one alone."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(frames.encode(kind, *fields))
+
+    def _flush(self) -> None:
+        unsent, self._unsent = b"".join(self._unsent), []
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(frames.encode(kind, *fields))
+            self._writer.write(unsent)
 
 
 def new_engine(settings: WorkerSettings) -> EngineHandle:
