@@ -62,6 +62,10 @@ class Subscription:
         self._messages.append(REREAD)
         self._wake()
 
+    def forget(self) -> None:
+        """Drop what waits: whoever reads the log from here on finds it there."""
+        self._messages.clear()
+
     async def get(self, timeout_s: float) -> bytes | Reread | None:
         """The next message or mark; None after `timeout_s` of silence."""
         if not self._messages:

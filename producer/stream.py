@@ -153,6 +153,7 @@ class _Run:
 
     async def events(self) -> AsyncIterator[Event]:
         assert self.ear is not None
+        self.ear.forget()  # the confirmation's mark: the log is not read twice
         async for event in self._replay():
             yield event
         while not self._ended:
