@@ -103,13 +103,23 @@ def _close_stdout() -> None:
 
 
 async def with_connection(
-    work: Callable[[Connection], Awaitable[int]], redis_url: str, namespace: str
+    work: Callable[[Connection], Awaitable[int]],
+    redis_url: str,
+    namespace: str,
+    *,
+    ready: bool = True,
 ) -> int:
-    """The work's exit code, with a connection that is closed afterwards."""
+    """The work's exit code, with a connection that is closed afterwards.
+
+    Args:
+        ready: a server that is not there or cannot be used ends the command before the work.
+    """
     from tokenfleet.producer.connection import Connection
 
     connection = Connection(redis_url, namespace=namespace, connect_timeout_s=CONNECT_TIMEOUT_S)
     try:
+        if ready:
+            await connection.ready()
         return await work(connection)
     finally:
         await connection.aclose()

@@ -143,12 +143,13 @@ def doctor(
     async def work(connection: Connection) -> int:
         from tokenfleet.worker.commands.doctor import BAD, Doctor
 
+        await connection.ask_server("HELLO")  # where nothing can be asked, nothing is found
         findings = await Doctor(connection).examine()
         rows = [asdict(finding) for finding in findings]
         base.print_rows(("check", "level", "found", "advice"), rows, output, empty="")
         return base.SOME_FAILED if any(f.level == BAD for f in findings) else base.OK
 
-    base.run(base.with_connection(work, redis_url, namespace), output)
+    base.run(base.with_connection(work, redis_url, namespace, ready=False), output)
 
 
 async def _with_admin(

@@ -115,3 +115,13 @@ def test_config_show_refuses_what_a_worker_would_refuse(monkeypatch: pytest.Monk
     done = CliRunner().invoke(build(["config"]), ["config", "show"])
     assert done.exit_code == 2
     assert "lease_s" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [("doctor",), ("queue", "list"), ("queue", "limit"), ("queue", "ensure", "m")]
+)
+def test_a_server_that_cannot_be_used_is_exit_code_3(valkey: Any, run: Any, words: Any) -> None:
+    place = valkey.url.rpartition("/")[0]
+    done = run(*words, "--redis-url", f"{place}/99")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "DB index is out of range" in done.stderr
