@@ -35,6 +35,7 @@ from tokenfleet.producer.address import CLUSTER, WAY_OUT, Address, parse_address
 from tokenfleet.producer.dialing import dial, dial_like, hang_up, look_again
 from tokenfleet.producer.errors import BrokerUnavailable, BrokerUnsupported, InvalidJob
 from tokenfleet.producer.keys import Keys, check_name
+from tokenfleet.producer.kinds import WRONG_TYPE, blame
 from tokenfleet.producer.line import Line
 from tokenfleet.producer.scripts import Executor, Script
 
@@ -129,6 +130,8 @@ class Connection:
 
         `often`: over a connection kept for such calls. A cluster's client knows which server a
         partition has moved to, so there they go through it as all others.
+
+        Raises BrokerUnavailable, BrokerUnsupported; KeyOccupied where a key is not ours.
         """
         prefix = self.keys(partition).prefix
 
@@ -136,7 +139,10 @@ class Connection:
             executor = self._kept() if often else self.client
             return await script.run(executor, keys, [prefix, self.announce, *args])
 
-        return await self._persist(once, patience_s)
+        try:
+            return await self._persist(once, patience_s)
+        except ResponseError as error:
+            raise await self._blamed(error, prefix, keys) from error
 
     def _kept(self) -> Executor:
         client: Executor = self.client
@@ -152,7 +158,11 @@ class Connection:
         async def once() -> Any:
             return await self.client.execute_command(*command)
 
-        return await self._persist(once, self.connect_timeout_s)
+        try:
+            return await self._persist(once, self.connect_timeout_s)
+        except ResponseError as error:
+            keys = [str(part) for part in command if str(part).startswith("{")]
+            raise await self._blamed(error, self.namespace, keys) from error
 
     async def ask_server(self, *command: Any) -> Any:
         """Run a command about the server and not about a key; on a cluster, on one of its nodes."""
@@ -192,6 +202,12 @@ class Connection:
         """Find out anew where a partition lives, after it moved or its server was lost."""
         if self.cluster:  # a keyed command is sent on to the right server, and that is remembered
             await self.once("EXISTS", self.keys(partition).workers)
+
+    async def _blamed(self, error: ResponseError, prefix: str, keys: list[str]) -> Exception:
+        """The same error, or for a WRONGTYPE the one that names the key."""
+        if WRONG_TYPE not in str(error):
+            return error
+        return await blame(keys, prefix, lambda key: self.execute("TYPE", key))
 
     async def aclose(self) -> None:
         """Close what was opened here; a client that was handed in stays open."""

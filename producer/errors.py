@@ -7,6 +7,7 @@
      ├─ QueueFull                      come back in .retry_after_s                      retryable
      ├─ BrokerUnavailable              Redis was not reached in time                    retryable
      ├─ BrokerUnsupported              Redis is there, but too old or set up wrongly
+     │   └─ KeyOccupied                somebody else's value lies at a name that is ours: .key
      ├─ StreamInterrupted              the stream was cut and could not be taken up     retryable
      ├─ ResultTimeout (TimeoutError)   the job goes on; only the waiting ended          retryable
      └─ JobEnded                       the job has ended, and not with a result
@@ -90,6 +91,22 @@ class BrokerUnavailable(TokenfleetError):
 
 class BrokerUnsupported(TokenfleetError):
     """Redis answered, but cannot be used: its version, its settings or the client handed in."""
+
+
+class KeyOccupied(BrokerUnsupported):
+    """Somebody else's value lies at a name that is ours. What goes by other keys goes on."""
+
+    def __init__(self, key: str, found: str, wanted: str) -> None:
+        super().__init__(
+            f"{key} holds a {found} that tokenfleet did not write, where its {wanted} belongs; "
+            "move it away (RENAME, DEL), or use another namespace"
+        )
+        self.key = key
+        self.found = found
+        self.wanted = wanted
+
+    def __reduce__(self) -> tuple[type[KeyOccupied], tuple[str, str, str]]:
+        return type(self), (self.key, self.found, self.wanted)
 
 
 class StreamInterrupted(TokenfleetError):

@@ -17,7 +17,7 @@ _WITH_SUBCOMMANDS = frozenset({"PUBSUB", "XGROUP", "XINFO"})
 _HIDDEN = ("publish", "spublish", "pubsub|numsub", "pubsub|shardnumsub")
 """What scripts call under a name that is chosen while they run."""
 
-EVERYBODY = ("select", "ping", "evalsha", "eval", "exists")
+EVERYBODY = ("select", "ping", "evalsha", "eval", "exists", "type")
 SUBSCRIBER = ("subscribe", "unsubscribe", "ssubscribe", "sunsubscribe")
 CLUSTER = ("cluster|slots", "cluster|shards", "cluster|myid", "command", "asking")
 OWN_PRODUCER = ("hmget",)

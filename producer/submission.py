@@ -98,7 +98,8 @@ class Submission:
     async def _call(self, batch: list[Draft]) -> Any:
         partition = batch[0].partition
         names = self._connection.keys(partition)
-        script_keys = [names.delay, names.deadline]
+        classes = dict.fromkeys((draft.request.model, draft.request.priority) for draft in batch)
+        script_keys = [names.delay, names.deadline, *(names.queue(*one) for one in classes)]
         args: list[Any] = [_FIELDS]
         for draft in batch:
             args += _arguments(draft)

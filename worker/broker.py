@@ -15,7 +15,7 @@ import structlog
 from redis.exceptions import RedisError, ResponseError
 
 from tokenfleet.producer.connection import SERVER_WIDE
-from tokenfleet.producer.errors import BrokerUnavailable, BrokerUnsupported
+from tokenfleet.producer.errors import BrokerUnavailable, BrokerUnsupported, KeyOccupied
 
 BROKER_ERRORS = (BrokerUnavailable, BrokerUnsupported, RedisError, OSError)
 """What a server looks like that is away, loading, demoted, full, or refuses us for now. A worker
@@ -34,6 +34,8 @@ log = structlog.get_logger()
 
 def blames_request(error: Exception) -> bool:
     """Whether Redis refused this very call, so that repeating it is no use."""
+    if isinstance(error, KeyOccupied):
+        return True
     return isinstance(error, ResponseError) and not str(error).startswith(_NOT_THE_REQUEST)
 
 

@@ -27,16 +27,19 @@ class Doorbell:
         self._calls: dict[int, asyncio.Task[Any]] = {}
 
     def seen(self, partition: int, lasts: dict[str, str]) -> None:
-        """After a claim that emptied the queues: the last entry of each."""
-        self._seen[partition] = lasts
+        """After a claim that emptied the queues: the last entry of each; "" for one that is not
+        ours, which nobody can wait on."""
+        self._seen[partition] = {key: last for key, last in lasts.items() if last}
 
     async def wait(self, timeout_s: float) -> bool:
         """True when something may be there. Raises BrokerUnavailable."""
-        for partition in self._seen:
-            if partition not in self._calls:
+        for partition, lasts in self._seen.items():
+            if lasts and partition not in self._calls:
                 call = asyncio.create_task(self._call(partition), name="doorbell")
                 self._calls[partition] = call
         if not self._calls:
+            if self._seen:  # and none of it can be waited on
+                await asyncio.sleep(timeout_s)
             return True
         done, _ = await asyncio.wait(
             self._calls.values(), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED

@@ -11,7 +11,7 @@ from contextlib import suppress
 from redis.exceptions import ResponseError
 
 from tokenfleet.producer.connection import Connection
-from tokenfleet.producer.errors import BrokerUnsupported
+from tokenfleet.producer.errors import BrokerUnsupported, KeyOccupied
 from tokenfleet.producer.keys import GROUP
 from tokenfleet.producer.scripts import load
 from tokenfleet.worker.claims import text, together
@@ -25,16 +25,23 @@ class Groups:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def ensure(self, streams: Iterable[str]) -> None:
-        """Make streams and groups that are not there. A group starts at the first entry."""
-        await together([self._ensure(stream) for stream in streams])
+    async def ensure(self, streams: Iterable[str]) -> list[str]:
+        """Make streams and groups that are not there. A group starts at the first entry.
 
-    async def _ensure(self, stream: str) -> None:
+        Returns what is wrong with streams that are not ours, as sentences: the others are made.
+        """
+        found = await together([self._ensure(stream) for stream in streams])
+        return [problem for problem in found if problem]
+
+    async def _ensure(self, stream: str) -> str:
         try:
             await self._connection.execute("XGROUP CREATE", stream, GROUP, "0", "MKSTREAM")
+        except KeyOccupied as error:
+            return str(error)
         except ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):
                 raise
+        return ""
 
     async def policy_warnings(self) -> list[str]:
         """What is dangerous in the server's settings, as sentences; empty where one may not ask."""
@@ -56,7 +63,10 @@ class Groups:
         return sum(await together([self._waiting(stream) for stream in streams]))
 
     async def _waiting(self, stream: str) -> int:
-        length = int(await self._connection.execute("XLEN", stream))
+        try:
+            length = int(await self._connection.execute("XLEN", stream))
+        except KeyOccupied:  # no job waits in what is not ours; whoever claims says so
+            return 0
         return max(0, length - sum((await self._held(stream)).values()))
 
     async def leave(self, streams: Iterable[str], worker_id: str) -> None:
@@ -65,7 +75,9 @@ class Groups:
 
     async def _leave(self, stream: str, worker_id: str) -> None:
         if (await self._held(stream)).get(worker_id, 0) == 0:
-            with suppress(ResponseError):  # the group or its stream is gone, and the name with it
+            with suppress(
+                ResponseError, KeyOccupied
+            ):  # the group or its stream is gone, and the name with it
                 await self._connection.execute("XGROUP DELCONSUMER", stream, GROUP, worker_id)
 
     async def heartbeat(
@@ -87,6 +99,6 @@ class Groups:
         """Entries held in the group, by worker."""
         try:
             summary = await self._connection.execute("XPENDING", stream, GROUP)
-        except ResponseError:
+        except (ResponseError, KeyOccupied):
             return {}  # the group or its stream is gone; the next claim makes it again
         return {text(one["name"]): int(one["pending"]) for one in summary["consumers"] or ()}

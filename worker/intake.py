@@ -103,25 +103,36 @@ class Intake:
 
     async def _take(self, call: Callable[[], Awaitable[list[ClaimedJob]]], most: int) -> bool:
         asked_at = self._clock()
+        doubt = self._unsure and not await self._release_phantoms()
+        if doubt and self._queue.connection.partitions == 1:
+            await self._broker.pause()
+            return True
+        self._unsure = True
         try:
-            if self._unsure:
-                await self._release_phantoms()
-            self._unsure = True
             claimed = await call()
         except BROKER_ERRORS as error:
             self._broker.away("claim", error)
             await self._broker.pause()
             return True
-        self._unsure = self._queue.cut_short
+        self._unsure = doubt or self._queue.cut_short
         self._broker.reached()
         self.last_claim = self._clock()
         self._dispatcher.take(claimed, asked_at)
         return len(claimed) >= most
 
-    async def _release_phantoms(self) -> None:
-        released = await self._queue.release_phantoms([job.id for job in self._roster])
+    async def _release_phantoms(self) -> bool:
+        """Returns False where Redis was not reached: what is there is looked for again later.
+
+        A part of a cluster that is away does not keep this worker from the others meanwhile.
+        """
+        try:
+            released = await self._queue.release_phantoms([job.id for job in self._roster])
+        except BROKER_ERRORS as error:
+            self._broker.away("release phantoms", error)
+            return False
         if released:
             log.warning("phantom_claims_released", jobs=sorted(released))
+        return True
 
     async def _wait(
         self, ring: Callable[[float], Awaitable[bool]], stays: Callable[[], bool]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from tokenfleet.worker.broker import BROKER_ERRORS, Broker
+from tokenfleet.worker.claims import by_partition
 from tokenfleet.worker.jobs import Job
 from tokenfleet.worker.queue import JobQueue
 from tokenfleet.worker.roster import Roster
@@ -64,10 +65,16 @@ class LeaseKeeper:
             self.drop_overdue()
 
     async def renew(self) -> bool:
-        """One call for all jobs. Returns False when Redis was not reached and there is hope yet."""
-        jobs = list(self._roster)
-        if not jobs:
-            return True
+        """One call for all jobs of a partition. Returns False when Redis was not reached for all of
+        them and there is hope yet.
+
+        A part of a cluster that is away costs the jobs of the others nothing.
+        """
+        groups = by_partition(self._roster, lambda job: job.id)
+        reached = await asyncio.gather(*(self._renew(group) for group in groups.values()))
+        return all(reached) or not len(self._roster)
+
+    async def _renew(self, jobs: list[Job]) -> bool:
         asked = self._clock()
         try:
             async with asyncio.timeout(self._lease_s / RENEWALS_PER_LEASE):
@@ -75,7 +82,7 @@ class LeaseKeeper:
         except BROKER_ERRORS as error:  # TimeoutError is one of them
             self._broker.away("renew", error)
             self.drop_overdue()
-            return not len(self._roster)
+            return False
         self._broker.reached()
         for job in jobs:
             if job.id not in lost:

@@ -9,10 +9,12 @@ cannot save up more than one claim's worth while it has nothing to run.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenfleet.producer.keys import PRIORITIES
+from tokenfleet.worker.claims import ClaimedJob
 
 FLOORS: Mapping[str, float] = {"interactive": 0.0, "default": 0.15, "batch": 0.05}
 """Share of the claims that a class gets even when more urgent ones never end."""
@@ -38,9 +40,16 @@ class ClassOrder:
         earned = [Offer(p, due) for p, due in self._due(count).items() if due]
         return earned + [Offer(priority, count) for priority in PRIORITIES]
 
-    def earned(self, count: int) -> dict[str, int]:
-        """How many jobs of each class such a claim takes before more urgent ones."""
-        return self._due(count)
+    def settle(
+        self, jobs: list[ClaimedJob], by_class: Mapping[str, int], *, count: int
+    ) -> list[ClaimedJob]:
+        """Account for what a claim of up to `count` brought.
+
+        Returns the same jobs; those that came before more urgent ones that waited are marked.
+        """
+        earned = self._due(count) if sum(by_class.values()) == count else {}
+        self.claimed(by_class, count=count)
+        return _by_right(jobs, earned)
 
     def claimed(self, by_class: Mapping[str, int], *, count: int) -> None:
         """Account for a claim of up to `count` jobs that brought `by_class`.
@@ -61,3 +70,16 @@ class ClassOrder:
             due[priority] = min(count, int(self._earned[priority]))
             count -= due[priority]
         return due
+
+
+def _by_right(jobs: list[ClaimedJob], earned: dict[str, int]) -> list[ClaimedJob]:
+    """The same jobs; the first `earned` ones of each class are marked: others waited meanwhile."""
+    left = Counter({priority: count for priority, count in earned.items() if count})
+    if not left:
+        return jobs
+    marked = []
+    for job in jobs:
+        mine = left[job.priority] > 0
+        left[job.priority] -= mine
+        marked.append(replace(job, by_right=True) if mine else job)
+    return marked

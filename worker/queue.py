@@ -113,8 +113,8 @@ class JobQueue:
     async def ensure(self) -> list[str]:
         """Redis is usable and the groups exist. Returns warnings about how it is set up."""
         await self._connection.ready()
-        await self._groups.ensure(self._all_streams())
-        return await self._groups.policy_warnings()
+        problems = await self._groups.ensure(self._all_streams())
+        return problems + await self._groups.policy_warnings()
 
     async def claim(self, count: int) -> list[ClaimedJob]:
         """Take up to `count` waiting jobs. Never repeated; a lost reply leaves phantoms.
@@ -122,9 +122,9 @@ class JobQueue:
         Raises BrokerUnavailable only when nothing was claimed: what came before the connection
         broke is returned.
         """
-        jobs = await self._taker.claim(count, self._partitions())
+        partitions = self._partitions()
         self._first_partition = (self._first_partition + 1) % self._connection.partitions
-        return jobs
+        return await self._taker.claim(count, partitions)
 
     async def swap(self, victims: Sequence[ClaimedJob]) -> tuple[list[ClaimedJob], frozenset[str]]:
         """Take jobs of more urgent classes, each in the place of one of `victims`.

@@ -9,23 +9,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
+import structlog
+
 from tokenfleet.producer.connection import Connection
-from tokenfleet.producer.errors import BrokerUnavailable, UndecodableJob
+from tokenfleet.producer.errors import BrokerUnavailable, KeyOccupied, UndecodableJob
 from tokenfleet.producer.keys import PRIORITIES
 from tokenfleet.producer.scripts import Script, load
 from tokenfleet.worker.claims import ClaimedJob, by_partition, claimed_job, text
 from tokenfleet.worker.doorbell import Doorbell
-from tokenfleet.worker.priorities import ClassOrder
+from tokenfleet.worker.partitions import Spread, Taken, settled
+from tokenfleet.worker.priorities import ClassOrder, Offer
 
-CLAIM = load("tokenfleet.worker.lua", "claim", "taking")
-SWAP = load("tokenfleet.worker.lua", "swap", "taking")
+CLAIM, SWAP, PEEK = (
+    load("tokenfleet.worker.lua", name, "taking") for name in ("claim", "swap", "peek")
+)
 
 MOST_PER_CLAIM = 128
 URGENT = PRIORITIES[:-1]
 """Classes that jobs of the last one make way for."""
+
+log = structlog.get_logger()
 
 Bury = Callable[[str, int, str], Awaitable[Any]]
 
@@ -63,6 +68,10 @@ class Taker:
         self._urgent_bell = Doorbell(connection)
         self._next_due_ms: int | None = None
         self._now_ms = 0
+        self._more = False
+        """Whether a queue was left before its end."""
+        self._foreign: dict[int, dict[str, str]] = {}
+        """By partition: keys that are not ours, and what lies there."""
         self.cut_short = False
         """Whether the last call brought jobs, and then a reply did not come."""
 
@@ -72,20 +81,29 @@ class Taker:
         Raises BrokerUnavailable only when nothing was claimed: what came before the connection
         broke is returned.
         """
+        self._next_due_ms, self.cut_short, self._more = None, False, False
+        if len(partitions) > 1:
+            return await self._claim_spread(count, partitions)
         jobs: list[ClaimedJob] = []
-        self._next_due_ms, self.cut_short = None, False
         try:
-            for partition in partitions:
-                while (want := min(count - len(jobs), MOST_PER_CLAIM)) > 0:
-                    taken, found = await self._claim_in(partition, want)
-                    jobs += found
-                    if taken < want:
-                        break
+            while (want := min(count - len(jobs), MOST_PER_CLAIM)) > 0:
+                taken = await self.claim_in(partitions[0], self._order.plan(want), want)
+                jobs += self._order.settle(taken.jobs, taken.by_class, count=want)
+                if taken.by_class.total() < want:
+                    break
         except BrokerUnavailable:
             if not jobs:
                 raise
             self.cut_short = True
         return jobs
+
+    async def _claim_spread(self, count: int, partitions: Sequence[int]) -> list[ClaimedJob]:
+        spread = Spread(self, self._order, count)
+        await spread.run(partitions, MOST_PER_CLAIM)
+        if spread.errors and not spread.jobs:
+            raise spread.errors[0]
+        self.cut_short = spread.cut_short
+        return spread.jobs
 
     async def swap(
         self, victims: Sequence[ClaimedJob], partitions: Sequence[int]
@@ -95,24 +113,21 @@ class Taker:
         A victim makes way for a job of its own partition. Returns the jobs taken and the ids put
         back; raises as claim does.
         """
-        jobs: list[ClaimedJob] = []
-        put_back: set[str] = set()
         self.cut_short = False
         groups = by_partition(victims, lambda job: job.id)
-        try:
-            for partition in partitions:
-                if partition in groups:
-                    found, gone = await self._swap_in(partition, groups[partition])
-                    jobs += found
-                    put_back |= gone
-        except BrokerUnavailable:
-            if not jobs:
-                raise
-            self.cut_short = True
-        return jobs, frozenset(put_back)
+        calls = {p: self._swap_in(p, groups[p]) for p in partitions if p in groups}
+        swapped, errors = await settled(calls)
+        jobs = [job for found, _ in swapped.values() for job in found]
+        if errors and not jobs:
+            raise next(iter(errors.values()))
+        self.cut_short = bool(errors)
+        return jobs, frozenset().union(*(gone for _, gone in swapped.values()))
 
     async def wait(self, timeout_s: float) -> bool:
         """Return when a job may be there, or the time is over. Takes nothing."""
+        if self._more:
+            self._more = False
+            return True
         if self._next_due_ms is not None:
             timeout_s = min(timeout_s, max(0.0, (self._next_due_ms - self._now_ms) / 1000))
         self._next_due_ms = None
@@ -127,20 +142,31 @@ class Taker:
         await self._bell.aclose()
         await self._urgent_bell.aclose()
 
-    async def _claim_in(self, partition: int, count: int) -> tuple[int, list[ClaimedJob]]:
-        """One call. Returns how many jobs it took, and those that can be read."""
-        offers = self._order.plan(count)
+    async def peek(self, partition: int, most: int) -> dict[str, int]:
+        """How many jobs wait in each class of a partition; none is counted beyond `most`."""
+        keys = self._keys(partition, PRIORITIES)
+        now, due, regrouped, lasts, counts, foreign = await self._run(PEEK, partition, keys, [most])
+        self._noted_due(due)
+        self._noted(self._bell, partition, now, regrouped, keys, lasts)
+        self._noted_foreign(partition, foreign)
+        return dict(zip(PRIORITIES, counts))
+
+    async def claim_in(self, partition: int, offers: Sequence[Offer], count: int) -> Taken:
+        """One call."""
         keys = self._keys(partition, [offer.priority for offer in offers])
         args = [self._worker_id, self._lease_ms, count, *self._ttls]
         args += [offer.count for offer in offers]
         reply = await self._run(CLAIM, partition, keys, args)
-        now, next_due, regrouped, lasts, found = reply
-        if next_due >= 0:
-            self._next_due_ms = min(self._next_due_ms or next_due, next_due)
-        self._noted(self._bell, partition, now, regrouped, keys, lasts)
-        earned = self._order.earned(count) if len(found) == count else {}
-        self._order.claimed(Counter(text(raw[5]) for raw in found), count=count)
-        return len(found), _by_right(await self._decode(found, now), earned)
+        now, due, regrouped, lasts, found, foreign = reply
+        self._noted_due(due)
+        if self._connection.partitions == 1:
+            self._noted_foreign(partition, foreign)
+            self._noted(self._bell, partition, now, regrouped, keys, lasts)
+        else:  # a look at all classes said what to wait behind, and which keys are not ours
+            self._noted(self._bell, partition, now, regrouped, keys, [])
+            self._more = self._more or (len(found) < count and not lasts)
+        by_class = Counter(text(raw[5]) for raw in found)
+        return Taken(by_class, await self._decode(found, now))
 
     async def _swap_in(
         self, partition: int, victims: Sequence[ClaimedJob]
@@ -148,7 +174,8 @@ class Taker:
         keys = self._keys(partition, URGENT)
         args = [self._worker_id, self._lease_ms, *self._ttls]
         args += [part for job in victims for part in (job.id, job.attempt)]
-        now, regrouped, lasts, found, gone = await self._run(SWAP, partition, keys, args)
+        reply = await self._run(SWAP, partition, keys, args)
+        now, regrouped, lasts, found, gone, _ = reply
         self._noted(self._urgent_bell, partition, now, regrouped, keys, lasts)
         return await self._decode(found, now), {text(job_id) for job_id in gone}
 
@@ -166,6 +193,23 @@ class Taker:
             self._regrouped(partition)
         if lasts:
             bell.seen(partition, {key: text(last) for key, last in zip(keys, lasts)})
+
+    def _noted_due(self, due_ms: int) -> None:
+        if due_ms >= 0:
+            self._next_due_ms = min(self._next_due_ms or due_ms, due_ms)
+
+    def _noted_foreign(self, partition: int, found: Sequence[Sequence[bytes]]) -> None:
+        """Say once of each key that it is not ours, and once that it is again."""
+        now = {text(key): text(kind) for key, kind, _ in found}
+        before, self._foreign[partition] = self._foreign.get(partition, {}), now
+        if now == before:
+            return
+        for key, kind, wanted in found:
+            if text(key) not in before:
+                problem = str(KeyOccupied(text(key), text(kind), text(wanted)))
+                log.warning("key_occupied", key=text(key), problem=problem)
+        for name in before.keys() - now.keys():
+            log.info("key_free_again", key=name)
 
     async def _decode(self, found: Sequence[Sequence[Any]], now_ms: int) -> list[ClaimedJob]:
         """The jobs; one that nobody can read is dead-lettered."""
@@ -185,16 +229,3 @@ class Taker:
 
     async def _run(self, script: Script, partition: int, keys: list[str], args: list[Any]) -> Any:
         return await self._connection.run(script, partition, keys, args, patience_s=0.0)
-
-
-def _by_right(jobs: list[ClaimedJob], earned: dict[str, int]) -> list[ClaimedJob]:
-    """The same jobs; the first `earned` ones of each class are marked: others waited meanwhile."""
-    left = Counter({priority: count for priority, count in earned.items() if count})
-    if not left:
-        return jobs
-    marked = []
-    for job in jobs:
-        mine = left[job.priority] > 0
-        left[job.priority] -= mine
-        marked.append(replace(job, by_right=True) if mine else job)
-    return marked

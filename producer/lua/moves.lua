@@ -1,10 +1,39 @@
 -- Put in front of every script: the moves of a job that several scripts share.
 
+-- True of an error that says: somebody else's value lies at a key of ours. Nothing else passes for it.
+local function is_foreign(err)
+  local text = type(err) == 'table' and err.err or tostring(err)
+  return string.find(text, 'WRONGTYPE', 1, true) ~= nil
+end
+
+-- The reply of a `redis.pcall`, with its error raised; nil where the key is not ours any more.
+local function unless_foreign(reply)
+  if type(reply) ~= 'table' or not reply.err then return reply end
+  if not is_foreign(reply) then error(reply) end
+  return nil
+end
+
+-- Calls, and goes on where that met a key that is not ours. `kinds` tells which it may have been: a
+-- list of key, type. What is found goes to `foreign`: key, the type that lies there, the one that
+-- belongs there. Returns what was called returns; nil then.
+local function guarded(foreign, kinds, call, ...)
+  local ok, found = pcall(call, ...)
+  if ok then return found end
+  if not is_foreign(found) then error(found) end
+  local list, count = kinds(), #foreign
+  for i = 1, #list, 2 do
+    local kind = redis.call('TYPE', list[i]).ok
+    if kind ~= 'none' and kind ~= list[i + 1] then foreign[#foreign + 1] = { list[i], kind, list[i + 1] } end
+  end
+  if #foreign == count then foreign[count + 1] = { list[1], 'foreign value beside it', list[2] } end
+  return nil
+end
+
 -- Takes an entry out of its queue, whoever holds it.
 local function unqueue(stream, entry)
   if stream and stream ~= '' then
     redis.pcall('XACK', stream, GROUP, entry)
-    redis.call('XDEL', stream, entry)
+    unless_foreign(redis.pcall('XDEL', stream, entry))
   end
 end
 
@@ -12,13 +41,25 @@ end
 -- give an old id to another job).
 local function queued(id, job)
   if is_backlog(job.stream) then return redis.call('ZSCORE', job.stream, id) ~= false end
-  local found = redis.call('XRANGE', job.stream, job.entry, job.entry)[1]
+  local found = (unless_foreign(redis.pcall('XRANGE', job.stream, job.entry, job.entry)) or {})[1]
   return found ~= nil and found[2][2] == id
 end
 
+-- The other stream of the same class.
+local function beside(stream)
+  return string.sub(stream, -6) == ':front' and string.sub(stream, 1, -7) or stream .. ':front'
+end
+
+-- Adds a job's entry to a queue, or beside it where the queue is not ours any more. Returns stream and entry.
+local function enter(id, stream)
+  local entry = unless_foreign(redis.pcall('XADD', stream, '*', 'j', id))
+  if entry then return stream, entry end
+  return beside(stream), redis.call('XADD', beside(stream), '*', 'j', id)
+end
+
 -- Puts a job at the end of a queue; the hash names the entry.
-local function enqueue(id, stream)
-  local entry = redis.call('XADD', stream, '*', 'j', id)
+local function enqueue(id, queue)
+  local stream, entry = enter(id, queue)
   redis.call('HSET', job_key(id), 'state', 'waiting', 'stream', stream, 'entry', entry)
   redis.call('HDEL', job_key(id), 'owner', 'claimed', 'due')
 end

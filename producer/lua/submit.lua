@@ -1,6 +1,6 @@
 -- submit: put jobs into their queues, each exactly once however often the call is repeated.
 --
--- KEYS[1..2]   delay, deadline; all others are built from the prefix
+-- KEYS         delay, deadline, the queues of the jobs; all others are built from the prefix
 -- ARGV[3]      number of fields per job (12)
 -- then per job id, request, model, priority, tenant, deadline ms after now (0: none),
 --              delay ms, max failures ('' : the worker's), on_disconnect, payload digest,
@@ -36,10 +36,7 @@ local function accept(a, job, idem)
   if ARGV[a + 7] ~= '' then also('max_failures', ARGV[a + 7]) end
   if ARGV[a + 8] ~= 'continue' then also('on_disconnect', ARGV[a + 8]) end
   if ARGV[a + 11] ~= '' then also('traceparent', ARGV[a + 11]) end
-  if idem then
-    also('idem', idem)
-    redis.call('SET', idem, id .. ' ' .. ARGV[a + 9])
-  end
+  if idem then also('idem', idem) end
   if delay > 0 then
     also('due', now + delay)
     redis.call('ZADD', KEYS[1], now + delay, id)
@@ -50,9 +47,10 @@ local function accept(a, job, idem)
     also('stream', queue)
     also('entry', redis.call('XADD', queue, '*', 'j', id))
   end
-  redis.call('HSET', job, unpack(hash))
   redis.call('ZADD', P .. ':live:' .. ARGV[a + 2], now + delay, id)
   if deadline > 0 then redis.call('ZADD', KEYS[2], deadline, id) end
+  redis.call('HSET', job, unpack(hash)) -- after what fails on a key that is not ours: entries of no job are dropped
+  if idem then redis.call('SET', idem, id .. ' ' .. ARGV[a + 9]) end
   account(id, tenant, 'waiting')
   return { 0, id }
 end

@@ -120,7 +120,7 @@ async def test_the_doctor_is_content_with_a_good_server_and_a_worker(lab: Any) -
     await queue.heartbeat({})
     findings = await examined(lab)
     checks = ("version", "latency", "scripts", "access", "encryption", "memory", "persistence")
-    checks += ("copies", "clock", "groups", "workers", "stuck jobs", "dead letters")
+    checks += ("copies", "clock", "keys", "groups", "workers", "stuck jobs", "dead letters")
     assert tuple(findings) == checks
     assert findings["persistence"].level == WARN, "no append-only file on this server"
     assert "appendonly" in findings["persistence"].advice

@@ -46,6 +46,7 @@ class Doctor:
             ("persistence", server.persistence),
             ("copies", server.copies),
             ("clock", server.clock),
+            ("keys", self._keys),
             ("groups", self._groups),
             ("workers", self._workers),
             ("stuck jobs", self._stuck),
@@ -59,6 +60,16 @@ class Doctor:
                 advice = "run as a user with the rights that `tokenfleet acl operator` prints"
                 findings.append(Finding(name, WARN, f"could not look: {error}", advice))
         return findings
+
+    async def _keys(self) -> list[Finding]:
+        """Names of ours at which somebody else's value lies."""
+        foreign = await self._admin.occupied()
+        advice = "find out who wrote it; RENAME or DEL it, or use another namespace"
+        findings = [
+            Finding("keys", BAD, f"{one.key} holds a {one.found}, not our {one.wanted}", advice)
+            for one in sorted(foreign, key=lambda one: one.key)
+        ]
+        return findings or [Finding("keys", GOOD, "all of the types that belong there")]
 
     async def _groups(self) -> list[Finding]:
         queues = await self._admin.streams()

@@ -28,7 +28,7 @@ for _, stream in ipairs(KEYS) do
     local page = redis.pcall('XPENDING', stream, GROUP, from, '+', 100, ARGV[3])
     if page.err or #page == 0 then break end
     for _, pending in ipairs(page) do
-      examine(stream, pending[1])
+      guarded({}, function() return { stream, 'stream' } end, examine, stream, pending[1])
       from = '(' .. pending[1]
     end
   end

@@ -11,15 +11,21 @@
 
 local worker, now, codes = ARGV[3], now_ms(), {}
 
+local function claim_entry(job, ...)
+  return redis.pcall('XCLAIM', job.stream, GROUP, worker, 0, job.entry, 'JUSTID', ...)
+end
+
 local function hold(key, id, job)
-  local reply = redis.pcall('XCLAIM', job.stream, GROUP, worker, 0, job.entry, 'JUSTID')
+  local reply = claim_entry(job)
   if not reply.err and #reply > 0 and queued(id, job) then return end
-  if reply.err then redis.call('XGROUP', 'CREATE', job.stream, GROUP, '0', 'MKSTREAM') end
   if not queued(id, job) then
-    job.entry = redis.call('XADD', job.stream, '*', 'j', id)
-    redis.call('HSET', key, 'entry', job.entry)
+    job.stream, job.entry = enter(id, job.stream)
+    redis.call('HSET', key, 'stream', job.stream, 'entry', job.entry)
   end
-  redis.call('XCLAIM', job.stream, GROUP, worker, 0, job.entry, 'FORCE', 'JUSTID')
+  if claim_entry(job, 'FORCE').err then
+    redis.call('XGROUP', 'CREATE', job.stream, GROUP, '0', 'MKSTREAM')
+    claim_entry(job, 'FORCE')
+  end
 end
 
 for k, key in ipairs(KEYS) do
@@ -29,7 +35,7 @@ for k, key in ipairs(KEYS) do
   if job.state ~= 'running' or job.attempt ~= attempt then
     codes[k] = 1
   else
-    hold(key, id, job)
+    guarded({}, function() return { job.stream, 'stream' } end, hold, key, id, job)
     if not job.cancel and forsaken(id, job, now) then
       redis.call('HSET', key, 'cancel', 1)
       job.cancel = '1'

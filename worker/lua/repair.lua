@@ -7,7 +7,8 @@
 --
 -- The live jobs are walked in slices. A waiting job without an entry goes to the front of its class. A running
 -- one gets an entry that the next claim hands to its owner: its lease goes on, or ends. On the way the
--- jobs of tenants with limits are counted, which matters to those that were there before the limits.
+-- jobs of tenants with limits are counted, which matters to those that were there before the limits. One
+-- with a key that is not ours is passed over: claims say which.
 
 local first, count, put_back, now = tonumber(ARGV[3]), tonumber(ARGV[4]), 0, now_ms()
 
@@ -26,7 +27,8 @@ local function look(id)
   elseif job.state == 'waiting' and is_backlog(job.stream) then
     take_turns(job.tenant, job.model .. ':' .. job.priority)
   elseif job.state == 'running' and not queued(id, job) then
-    redis.call('HSET', job_key(id), 'entry', redis.call('XADD', job.stream, '*', 'j', id))
+    local stream, entry = enter(id, job.stream)
+    redis.call('HSET', job_key(id), 'stream', stream, 'entry', entry)
     put_back = put_back + 1
   end
   return false
@@ -35,6 +37,6 @@ end
 local ids = redis.call('ZRANGE', KEYS[1], first, first + count - 1)
 local gone = 0
 for _, id in ipairs(ids) do
-  if look(id) then gone = gone + 1 end
+  if guarded({}, function() return { job_key(id), 'hash' } end, look, id) then gone = gone + 1 end
 end
 return { #ids < count and 0 or first + count - gone, put_back }

@@ -5,7 +5,8 @@
 --         the model's bell
 -- ARGV[3] worker, ARGV[4] lease ms, ARGV[5] result TTL ms, ARGV[6] log TTL ms, then per job that may be
 --         put back, the first one first: id, attempt
--- Returns {now, streams whose group was gone, last entry id of each KEY, jobs as claim's, ids put back}
+-- Returns {now, streams whose group was gone, last entry id of each KEY, jobs as claim's, ids put back,
+--         keys that are not ours as claim's}
 -- If it never runs: nothing was changed. If its reply is lost: what it took is found as phantoms, and
 --         what it put back is fenced.
 
@@ -30,4 +31,5 @@ for i = 1, got do
   put_back(id, job, taker.now, taker.result_ttl, taker.log_ttl)
   put[i] = id
 end
-return { taker.now, taker.regrouped, got < #victims and last_entries(KEYS) or {}, taker.jobs, put }
+return { taker.now, taker.regrouped, got < #victims and last_entries(KEYS) or {}, taker.jobs, put,
+  taker.foreign }

@@ -5,16 +5,22 @@
 -- Streams are read one by one: XREADGROUP counts per stream. An entry whose job has ended, or is
 -- queued elsewhere, is dropped; one whose job runs (the group was lost) goes back to its owner.
 
-local taker = { regrouped = 0, drops = 1000, jobs = {} }
+local taker = { regrouped = 0, drops = 1000, jobs = {}, foreign = {} }
 
--- Moves jobs that have come due to their queues.
-local function promote_due()
+-- Moves jobs that have come due to their queues. Returns when the next one comes due; -1: none waits.
+local function promote()
   local due = redis.call('ZRANGEBYSCORE', P .. ':delay', '-inf', taker.now, 'LIMIT', 0, 100)
   for _, id in ipairs(due) do
     local job = fields(job_key(id), 'state', 'model', 'priority', 'tenant', 'submitted')
     redis.call('ZREM', P .. ':delay', id)
     if job.state == 'waiting' then place(id, job, false, taker.now) end
   end
+  return tonumber(redis.call('ZRANGE', P .. ':delay', 0, 0, 'WITHSCORES')[2] or -1)
+end
+
+local function promote_due()
+  local function kinds() return { P .. ':delay', 'zset' } end
+  return guarded(taker.foreign, kinds, promote) or -1
 end
 
 local function read(stream, count)
@@ -64,12 +70,13 @@ local function take(stream, entry, id)
     place(id, job, true, now)
     return false
   end
+  local logged = job.offset ~= '0' and log_of(id) or {}
   local attempt = redis.call('HINCRBY', key, 'attempt', 1)
   redis.call('HSET', key, 'state', 'running', 'owner', taker.worker, 'claimed', now, 'lease', taker.lease)
   account(id, job.tenant, 'running')
   taker.jobs[#taker.jobs + 1] = { id, attempt, job.request, tonumber(job.offset), tonumber(job.failures),
     job.priority, tonumber(job.deadline), tonumber(job.submitted), stream, entry,
-    job.offset ~= '0' and log_of(id) or {}, tonumber(job.preempted or 0) }
+    logged, tonumber(job.preempted or 0) }
   return true
 end
 
@@ -79,11 +86,11 @@ local function drain(stream, want)
     local entries = read(stream, want - got)
     if #entries == 0 then break end
     for _, entry in ipairs(entries) do
-      if take(stream, entry[1], entry[2] and entry[2][2] or '') then
-        got = got + 1
-      else
-        taker.drops = taker.drops - 1
-      end
+      local id = entry[2] and entry[2][2] or ''
+      local function kinds() return { job_key(id), 'hash', log_key(id), 'stream' } end
+      local taken = guarded(taker.foreign, kinds, take, stream, entry[1], id)
+      if taken == nil then unqueue(stream, entry[1]) end
+      if taken then got = got + 1 else taker.drops = taker.drops - 1 end
     end
   end
   return got
@@ -116,25 +123,42 @@ local function turn(class, front, queue)
   return drain(front, 1)
 end
 
--- Takes up to `want` jobs of one class; returns how many.
-local function serve(front, queue, want)
+local function serve_class(front, queue, want)
   local class = class_of(queue)
-  if want <= 0 or redis.call('SISMEMBER', P .. ':paused', class) == 1 then return 0 end
+  if want <= 0 or redis.call('SISMEMBER', P .. ':paused', class) == 1 then return end
   local got = drain(front, want)
   while got < want and taker.drops > 0 and redis.call('EXISTS', P .. ':turns:' .. class) == 1 do
     got = got + turn(class, front, queue)
   end
-  return got + drain(queue, want - got)
+  drain(queue, want - got)
 end
 
--- The last entry of each stream: what a worker that found too little waits behind. None when it gave
--- up before the ends of them: there is more to look at now.
+-- What lies where for one class, and for all of them.
+local function kinds_of(front, queue)
+  local class = class_of(queue)
+  return function()
+    return { queue, 'stream', front, 'stream', P .. ':turns:' .. class, 'zset', P .. ':backlogs:' .. class, 'set',
+      P .. ':paused', 'set', P .. ':limits', 'hash', P .. ':deadline', 'zset',
+      P .. ':live:' .. string.match(class, '^(.*):[^:]*$'), 'zset' }
+  end
+end
+
+-- Takes up to `want` jobs of one class; returns how many. Where a key of the class is not ours, the
+-- other classes are served all the same.
+local function serve(front, queue, want)
+  local before = #taker.jobs
+  guarded(taker.foreign, kinds_of(front, queue), serve_class, front, queue, want)
+  return #taker.jobs - before
+end
+
+-- The last entry of each stream: what a worker that found too little waits behind; '' for one that
+-- is not ours. None when it gave up before the ends of them: there is more to look at now.
 local function last_entries(streams)
   local lasts = {}
   if taker.drops <= 0 then return lasts end
   for i, stream in ipairs(streams) do
-    local entry = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
-    lasts[i] = entry and entry[1] or '0-0'
+    local found = unless_foreign(redis.pcall('XREVRANGE', stream, '+', '-', 'COUNT', 1))
+    lasts[i] = not found and '' or found[1] and found[1][1] or '0-0'
   end
   return lasts
 end

@@ -130,7 +130,7 @@ async def test_a_lost_reply_of_one_partition_is_made_good_though_another_answere
 
     async def lossy(self, script, partition, keys, args, **options):
         reply = await run(self, script, partition, keys, args, **options)
-        if script is CLAIM and reply[-1]:
+        if script is CLAIM and reply[4]:  # its jobs
             claims.append(partition)
             if len(claims) == 2:
                 raise BrokerUnavailable("the reply was lost")
