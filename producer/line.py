@@ -1,16 +1,25 @@
 """One connection kept for a call that is made many times a second.
 
 redis-py's client takes a connection out of its pool for each command, looks whether it is still
-good, and keeps count of what it does. Of a worker's flush that is as much as sending it.
+good, reads through a stream and keeps count of what it does: in a worker's flush that costs more
+than to send and to receive. Here redis-py connects and says who we are, and then its transport
+answers to us.
 
-Invariant: a reply is read by the call that it answers. redis-py closes a connection on which a call
-was broken off, and the next call opens it again.
+Invariant: a reply is read by the call that it answers: a connection on which a call was broken off
+is closed, and the next call opens another.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
+
+import hiredis
+from redis.exceptions import ConnectionError, InvalidResponse, TimeoutError
+
+_PART = object()
+"""What hiredis says while a reply has not come whole."""
 
 
 class Line:
@@ -23,6 +32,7 @@ class Line:
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self._wire: Any = None
+        self._replies: _Replies
         self.busy = False
         """Whether a call is under way: another one has to go another way."""
 
@@ -31,15 +41,80 @@ class Line:
         assert not self.busy
         self.busy = True
         try:
-            if self._wire is None:
-                self._wire = self._make()
-            await self._wire.send_command(*args)
-            return await self._wire.read_response()
+            if self._wire is None or not self._replies.open:
+                await self._connect()
+            waiter = self._replies.expect(self._wire.socket_timeout)
+            self._replies.transport.writelines(self._wire.pack_command(*args))
+            reply = await waiter
+        except BaseException:
+            await self.hang_up()
+            raise
         finally:
             self.busy = False
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
     async def hang_up(self) -> None:
         """Close the connection; the next call opens another."""
         wire, self._wire = self._wire, None
         if wire is not None:
-            await wire.disconnect()
+            await wire.disconnect(nowait=True)
+
+    async def _connect(self) -> None:
+        await self.hang_up()
+        self._wire = self._make()
+        await self._wire.connect()
+        self._replies = _Replies(self._wire)
+
+
+class _Replies(asyncio.Protocol):
+    """Hands the replies that come over a redis-py connection, from now on, to who waits for one."""
+
+    def __init__(self, wire: Any) -> None:
+        self.transport: asyncio.Transport = wire._writer.transport
+        self.open = not self.transport.is_closing()
+        self._before = self.transport.get_protocol()
+        self._reader = hiredis.Reader(
+            protocolError=InvalidResponse,
+            replyError=wire._parser.parse_error,
+            notEnoughData=_PART,
+        )
+        self._waiter: asyncio.Future[Any] | None = None
+        self._timer: asyncio.TimerHandle
+        self.transport.set_protocol(self)
+
+    def expect(self, timeout_s: float) -> asyncio.Future[Any]:
+        """The next reply. What Redis refuses is one too, as an exception that is not raised."""
+        loop = asyncio.get_running_loop()
+        self._waiter = waiter = loop.create_future()
+        self._timer = loop.call_later(timeout_s, self._fail, TimeoutError("No reply in time"))
+        return waiter
+
+    def data_received(self, data: bytes) -> None:
+        self._reader.feed(data)
+        try:
+            reply = self._reader.gets()
+            while isinstance(reply, hiredis.PushNotification):
+                reply = self._reader.gets()
+        except InvalidResponse as error:
+            return self._fail(error)
+        waiter = self._waiter
+        if reply is not _PART and waiter is not None:
+            self._waiter = None
+            self._timer.cancel()
+            if not waiter.done():
+                waiter.set_result(reply)
+        return None
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.open = False
+        self._fail(ConnectionError(f"Connection closed by server: {error or 'no reason given'}"))
+        self._before.connection_lost(error)
+
+    def _fail(self, error: Exception) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            self._timer.cancel()
+            if not waiter.done():
+                waiter.set_exception(error)

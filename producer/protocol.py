@@ -5,7 +5,7 @@ Invariant: `X.unpack(x.pack()) == x`, and bytes that do not come from `pack` rai
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,6 @@ __all__ = [
     "State",
     "Timings",
     "Usage",
-    "plain_record",
 ]
 
 
@@ -71,9 +70,16 @@ class Event:
     def pack(self) -> bytes:
         """The bytes for the log."""
         if self._is_plain():
-            record = plain_record(self.choice, self.attempt, self.token_ids)
-            record["offset"], record["text"] = self.offset, self.text
-            return write_plain(record)
+            return write_plain(
+                {
+                    "v": SCHEMA_VERSION,
+                    "offset": self.offset,
+                    **({"choice": self.choice} if self.choice else {}),
+                    "attempt": self.attempt,
+                    "token_ids": self.token_ids,
+                    "text": self.text,
+                }
+            )
         wire = wire_of(self)
         if self.error is not None:
             wire["error"] = [self.error.code, self.error.message]
@@ -237,24 +243,6 @@ class JobStatus:
     paused: bool
     """True while nobody claims from the job's queue."""
     error: EventError | None = None
-
-
-def plain_record(choice: int, attempt: int, token_ids: Sequence[int]) -> dict[str, Any]:
-    """The map of an event of tokens and text only, without `offset` and `text`, for write_plain.
-
-    A worker keeps one for each choice, sets the two, and packs it flush after flush.
-    """
-    record = {
-        "v": SCHEMA_VERSION,
-        "offset": 0,
-        "choice": choice,
-        "attempt": attempt,
-        "token_ids": token_ids,
-        "text": "",
-    }
-    if not choice:
-        del record["choice"]
-    return record
 
 
 def _choice(wire: Mapping[str, Any]) -> Choice:

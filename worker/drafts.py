@@ -8,23 +8,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenfleet.producer.protocol import Event, plain_record
-from tokenfleet.producer.wire import write_plain
-from tokenfleet.worker.claims import Entries
+import msgspec
+
+from tokenfleet.producer.protocol import Event
+from tokenfleet.producer.wire import SCHEMA_VERSION
 
 
-class Draft:
-    """What one choice has made since its last entry. It is kept, and filled again: 256 of them
-    become entries in each flush."""
+class Draft(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+    """What one choice has made since its last entry: kept, emptied by `take`, and filled again.
 
-    __slots__ = ("_record", "extra", "text", "token_ids")
+    Where it has no `extra` its fields are those of the event, so that `pack_draft` writes what
+    Event.pack would: a flush does it 256 times.
+    """
 
-    def __init__(self, choice: int, attempt: int) -> None:
-        self.token_ids: list[int] = []
-        self.text = ""
-        self.extra: dict[str, Any] | None = None
-        """The other fields of the event; nearly no draft has any."""
-        self._record = plain_record(choice, attempt, self.token_ids)
+    v: int
+    offset: int
+    """Set when it becomes an entry."""
+    choice: int = 0
+    attempt: int
+    token_ids: list[int]
+    text: str
+    extra: dict[str, Any] | None = None
+    """The other fields of the event; nearly no draft has any."""
 
     def __bool__(self) -> bool:
         """Whether there is anything in it."""
@@ -39,27 +44,22 @@ class Draft:
         if logprobs:
             self.add(logprobs=(*(self.extra or {}).get("logprobs", ()), *logprobs))
 
-    def under(self, attempt: int) -> None:
-        """Let what is in it, and what comes, be this attempt's."""
-        self._record["attempt"] = attempt
-
-    def move_to(self, entries: Entries) -> None:
-        """Make what is in it the next of the entries."""
-        token_ids, record = self.token_ids, self._record
-        if self.extra is not None:
-            payload = self._event(entries[-1]).pack()
-            self.extra = None
-        elif token_ids or self.text:
-            record["offset"], record["text"] = entries[-1], self.text
-            payload = write_plain(record)
-        else:
-            return
-        entries += (payload, entries[-1] + len(token_ids))
-        token_ids.clear()
-        self.text = ""
-
-    def _event(self, offset: int) -> Event:
-        choice, attempt = self._record.get("choice", 0), self._record["attempt"]
+    def event(self) -> Event:
+        """What is in it as an event."""
         return Event(
-            offset, choice, attempt, tuple(self.token_ids), self.text, **(self.extra or {})
+            offset=self.offset,
+            choice=self.choice,
+            attempt=self.attempt,
+            token_ids=tuple(self.token_ids),
+            text=self.text,
+            **(self.extra or {}),
         )
+
+
+pack_draft = msgspec.msgpack.Encoder().encode
+"""The bytes of a draft without `extra`."""
+
+
+def new_draft(choice: int, attempt: int) -> Draft:
+    """An empty one."""
+    return Draft(v=SCHEMA_VERSION, offset=0, choice=choice, attempt=attempt, token_ids=[], text="")

@@ -8,23 +8,26 @@ A leaving job hears nothing more of its engine: that says "cancelled" of what wa
 
 Every output token of the job is in exactly one place: the log, the entries on their way there, or
 the drafts behind them (drafts.py). The three follow each other without a gap.
+
+What a flush does to all jobs are functions on many, `take` and `arrived`: it is 256 jobs, 40 times
+a second.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from tokenfleet.engine.request import EngineRequest
 from tokenfleet.producer.keys import partition_of
-from tokenfleet.producer.protocol import Choice, EventError, JobResult, Timings, Usage
+from tokenfleet.producer.protocol import Choice, Event, EventError, JobResult, Timings, Usage
 from tokenfleet.worker.choices import ChoiceState, TextStream
-from tokenfleet.worker.claims import Entries, flat
-from tokenfleet.worker.drafts import Draft
+from tokenfleet.worker.claims import Emission, Entries
+from tokenfleet.worker.drafts import Draft, new_draft, pack_draft
 from tokenfleet.worker.engine_link.engine_process import StepEvent
 from tokenfleet.worker.queue import ClaimedJob
 
@@ -83,18 +86,22 @@ class Job:
         self.ending: Ending | None = None
         self.request: EngineRequest
         self.choices: list[ChoiceState] = []
-        self._entries = flat(claimed.logged) or [claimed.offset]
-        """All that is in the log or on its way there."""
-        self._logged = len(self._entries) - 1
-        """Where in them the log ends, as far as replies have come."""
+        self.logged = claimed.offset
+        """Output tokens in the log, all choices together."""
+        self.payloads = [event.pack() for event in claimed.logged]
+        """The events logged or on their way, as bytes: Redis may have to be told again."""
+        self.drafts: list[Draft] = []
+        """One for each choice."""
+        self.in_flight: Entries = []
+        """Entries handed to Redis whose reply has not come. It is one list from claim to end."""
+        self.emission: Emission = (claimed.id, claimed.attempt, self.in_flight)
+        """They, as emit takes them."""
         self.suspended = False
         """Whether nothing may be published: it is being found out whose the job is."""
         self.timer: asyncio.TimerHandle | None = None
         """Goes off at the deadline."""
         self.first_token_at: float | None = None
         """Monotonic, in this attempt."""
-        self._drafts: list[Draft] = []
-        """One for each choice."""
         self._prompt_logprobs: tuple[Any, ...] | None = next(
             (e.prompt_logprobs for e in claimed.logged if e.prompt_logprobs is not None), None
         )
@@ -131,19 +138,16 @@ class Job:
     @property
     def dirty(self) -> bool:
         """Whether the publisher has something to do for it."""
-        on_the_way = len(self._entries) - 1 > self._logged
-        return bool(any(self._drafts) or on_the_way or self.ending)
-
-    @property
-    def logged(self) -> int:
-        """Output tokens in the log, all choices together."""
-        offset: int = self._entries[self._logged]
-        return offset
+        return bool(any(self.drafts) or self.in_flight or self.ending)
 
     @property
     def history(self) -> Entries:
-        """What is in the log, as it was logged: Redis may have to be told again."""
-        return self._entries[: self._logged + 1]
+        """All that is in the log."""
+        logged = self.payloads[: len(self.payloads) - len(self.in_flight) // 2]
+        entries: Entries = [0] if logged else []
+        for payload in logged:
+            entries += (payload, Event.unpack(payload).end)
+        return entries
 
     def move(self, stage: Stage) -> None:
         """One step through MOVES."""
@@ -167,9 +171,9 @@ class Job:
         """Take the engine's request and what `replayed` gave; `ready` follows."""
         self.request = request
         for index, (choice, held) in enumerate(replayed):
-            draft = Draft(index, self.claimed.attempt)
+            draft = new_draft(index, self.claimed.attempt)
             draft.text = held
-            self._drafts.append(draft)
+            self.drafts.append(draft)
             self.choices.append(choice)
 
     def ready(self) -> None:
@@ -187,7 +191,7 @@ class Job:
         if choice.finish_reason is not None or self.stage is not Stage.RUNNING:
             return False
         text, token_ids, stop = choice.push(event.token_ids, reason)
-        draft = self._drafts[index]
+        draft = self.drafts[index]
         draft.token_ids += token_ids
         draft.text += text
         if event.logprobs is not None:
@@ -218,17 +222,6 @@ class Job:
         self.ending = ending
         self.move(Stage.ENDED)
 
-    def take(self) -> Entries:
-        """All that is not known to be logged: entries whose reply was lost, then the drafts."""
-        entries = self._entries
-        for draft in self._drafts:
-            draft.move_to(entries)
-        return entries[self._logged :] if len(entries) - 1 > self._logged else []
-
-    def arrived(self) -> None:
-        """The entries that `take` gave are in the log."""
-        self._logged = len(self._entries) - 1
-
     @property
     def adoptable(self) -> bool:
         """Whether Redis may be asked to take it back; once is a flush, twice is no accident."""
@@ -237,8 +230,9 @@ class Job:
     def adopted(self, claimed: ClaimedJob) -> None:
         """It is ours again, under a new attempt and with its log written again."""
         self.claimed = claimed
-        for draft in self._drafts:
-            draft.under(claimed.attempt)
+        self.emission = (claimed.id, claimed.attempt, self.in_flight)
+        for draft in self.drafts:
+            draft.attempt = claimed.attempt
         self.suspended = False
 
     def result(self, now: float | None = None) -> JobResult:
@@ -285,3 +279,44 @@ class Job:
     def _end_if_done(self) -> None:
         if self.choices and all(choice.finish_reason is not None for choice in self.choices):
             self.end(Ending("finished"))
+
+
+def take(jobs: Iterable[Job]) -> tuple[list[Job], list[Emission]]:
+    """Make entries of what is in the jobs' drafts, behind those whose reply was lost.
+
+    Returns the jobs that have any in flight now, and what emit takes of these.
+    """
+    taken: list[Job] = []
+    emissions: list[Emission] = []
+    for job in jobs:
+        entries = job.in_flight
+        for draft in job.drafts:
+            token_ids = draft.token_ids
+            draft.offset = offset = entries[-1] if entries else job.logged
+            if draft.extra is not None:
+                payload = draft.event().pack()
+                draft.extra = None
+            elif token_ids or draft.text:
+                payload = pack_draft(draft)
+            else:
+                continue
+            if not entries:
+                entries.append(offset)
+            job.payloads.append(payload)
+            entries.append(payload)
+            entries.append(offset + len(token_ids))
+            token_ids.clear()
+            draft.text = ""
+        if entries:
+            taken.append(job)
+            emissions.append(job.emission)
+    return taken, emissions
+
+
+def arrived(jobs: Iterable[Job]) -> None:
+    """What `take` gave of these jobs is in the log."""
+    for job in jobs:
+        entries = job.in_flight
+        if entries:
+            job.logged = entries[-1]
+            entries.clear()

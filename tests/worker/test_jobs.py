@@ -15,7 +15,7 @@ from tokenfleet.engine.text import TextDelta
 from tokenfleet.producer import protocol
 from tokenfleet.producer.protocol import Event, JobRequest
 from tokenfleet.worker.engine_link.engine_process import StepEvent
-from tokenfleet.worker.jobs import MOVES, Ending, Job, Stage
+from tokenfleet.worker.jobs import MOVES, Ending, Job, Stage, arrived, take
 from tokenfleet.worker.queue import ClaimedJob
 
 CLAIMED = ClaimedJob(
@@ -62,7 +62,8 @@ def say(job: Job, text: str, reason: str | None = None, choice: int = 0) -> None
 
 def taken(job: Job) -> list[Event]:
     """What the job gives to the log, read as a subscriber would."""
-    return [Event.unpack(payload) for payload in job.take()[1::2]]
+    take([job])
+    return [Event.unpack(payload) for payload in job.in_flight[1::2]]
 
 
 steps = st.lists(
@@ -91,7 +92,7 @@ def test_events_follow_each_other_and_hold_every_token_once(
         sent = taken(job)
         log += [e for e in sent if e.end > sum(len(x.token_ids) for x in log)]
         if fate != "x":
-            job.arrived()
+            arrived([job])
             assert known + len(sent) >= len(log)
         if fate == "a":
             offset = sum(len(e.token_ids) for e in log)
