@@ -129,7 +129,7 @@ def linear(x: Tensor | Fp8Rows, packed: PackedWeight) -> Tensor:
             from tokenfleet.kernels.gpu import linear as gpu
 
             if gpu.takes(x, packed.data):
-                return gpu.product(x, packed.data, None, packed.bias)
+                return gpu.few_rows(x, packed.data, packed.bias)
         return torch.nn.functional.linear(x, packed.data, packed.bias)
     if layout == "int8":
         return int8_reference(x, packed.data, packed.scale, packed.bias)  # type: ignore[arg-type]

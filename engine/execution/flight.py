@@ -16,11 +16,12 @@ from tokenfleet.engine.execution.reports import Report, as_dicts
 from tokenfleet.engine.execution.transfers import Wait
 from tokenfleet.engine.request import Logprobs
 from tokenfleet.engine.scheduling.plan import Chunk
+from tokenfleet.kernels.step import POISONED
 
 Ids = NDArray[np.int64]
 
-NOT_SAMPLED, POISONED = -1, -2
-"""What stands in a step's verdicts where no token does."""
+NOT_SAMPLED = -1
+"""What stands in a step's verdicts where no token is due; POISONED where the model broke."""
 
 
 @dataclass(slots=True)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from tokenfleet.engine.execution.buckets import Bucket
 from tokenfleet.engine.execution.capture import Capture, Work
-from tokenfleet.engine.execution.flight import POISONED
 from tokenfleet.engine.execution.param_table import Ids, ParamTable
 from tokenfleet.engine.execution.prompt_logprobs import wanted
 from tokenfleet.engine.execution.slots import SlotTable
@@ -29,8 +28,8 @@ from tokenfleet.engine.execution.transfers import Transfers
 from tokenfleet.engine.model.decoder import Decoder
 from tokenfleet.engine.scheduling.plan import Chunk, StepPlan
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool
-from tokenfleet.kernels.sampling import greedy, sample_unread
-from tokenfleet.kernels.token_pool import gather_tokens, scatter_tokens
+from tokenfleet.kernels.sampling import sample_unread
+from tokenfleet.kernels.step import look_up, settle
 
 
 class DeviceTables:
@@ -151,30 +150,22 @@ class StepGraphs:
         )
 
     def _forward(self, words: StepWords) -> None:
-        bucket = words.bucket
-        from_pool = words.from_pool != 0
-        ids = gather_tokens(words.token_ids, self._newest, words.token_slots, from_pool)
-        hidden = self._decoder.forward(ids, self._batch(words), self._pools)
-        S = bucket.sequences
-        self.hidden[:S].copy_(hidden.index_select(0, words.last_rows))
-        self.last_ids[:S].copy_(ids.index_select(0, words.last_rows))
-
-    def _batch(self, words: StepWords) -> AttentionBatch:
-        bucket, blocks = words.bucket, self.tables.blocks
-        size, spare = self._pools[0].block_size, blocks.shape[0] - 1
-        places = words.token_slots * blocks.shape[1] + words.positions // size
-        owned = blocks.view(-1).index_select(0, places).long()
-        kv_slots = owned * size + words.positions % size
-        return AttentionBatch(
-            query_starts=words.query_starts.int(),
-            kv_lens=words.ends.int(),
-            block_tables=blocks.index_select(0, words.slots),
-            slots=kv_slots.masked_fill(words.token_slots == spare, -1),
+        bucket, size = words.bucket, self._pools[0].block_size
+        places = look_up(words.step_tokens(), self._newest, self.tables.blocks, size)
+        batch = AttentionBatch(
+            query_starts=places.query_starts,
+            kv_lens=places.kv_lens,
+            block_tables=places.block_tables,
+            slots=places.kv_slots,
             positions=words.positions,
             num_decodes=bucket.sequences if bucket.decode else 0,
             max_query_len=1 if bucket.decode else bucket.tokens,
             max_kv_len=self._max_len,
         )
+        hidden = self._decoder.forward(places.ids, batch, self._pools)
+        S = bucket.sequences
+        torch.index_select(hidden, 0, words.last_rows, out=self.hidden[:S])
+        torch.index_select(places.ids, 0, words.last_rows, out=self.last_ids[:S])
 
     def _sample(self, words: StepWords, *, drawn: bool) -> None:
         S = words.bucket.sequences
@@ -182,13 +173,11 @@ class StepGraphs:
         logits = self._decoder.logits(hidden)
         if self._unknown is not None:
             logits.index_fill_(1, self._unknown, -torch.inf)
-        sound = torch.isfinite(hidden).all(-1) & torch.isfinite(logits.amax(-1))
-        tokens = greedy(logits)[1]
-        if drawn:
-            found = sample_unread(logits, words.sampling_rows())
-            tokens = torch.where(words.greedy != 0, tokens, found)
-        scatter_tokens(tokens, self._newest, words.slots.masked_fill(words.ends == 0, -1))
-        self.verdicts[:S].copy_(tokens.masked_fill(~sound, POISONED))
+        found = sample_unread(logits, words.sampling_rows()) if drawn else None
+        settle(
+            logits, hidden, found, words.greedy, words.slots, words.ends, self._newest,
+            self.verdicts[:S],
+        )  # fmt: skip
 
 
 def fits_graph(params: ParamTable, slots: Ids) -> bool:

@@ -27,7 +27,6 @@ from tokenfleet.engine.execution.containment import (
 )
 from tokenfleet.engine.execution.flight import (
     NOT_SAMPLED,
-    POISONED,
     Flight,
     Listing,
     Outcome,
@@ -47,6 +46,7 @@ from tokenfleet.engine.model.decoder import Decoder
 from tokenfleet.engine.scheduling.plan import Chunk, StepPlan
 from tokenfleet.kernels.block_copy import copy_blocks
 from tokenfleet.kernels.paged_attention import KVPool
+from tokenfleet.kernels.step import POISONED
 from tokenfleet.kernels.token_pool import scatter_tokens
 
 FaultHook = Callable[[str, list[Chunk], Tensor | None], None]

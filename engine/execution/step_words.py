@@ -17,6 +17,7 @@ from tokenfleet.engine.execution.slots import SlotTable
 from tokenfleet.engine.scheduling.plan import Chunk
 from tokenfleet.kernels.rng import row_keys
 from tokenfleet.kernels.sampling import SamplingRows
+from tokenfleet.kernels.step import StepTokens
 
 Ids = NDArray[np.int64]
 
@@ -39,6 +40,13 @@ class StepWords:
         self.temperature, self.top_p = rows[6].view(torch.float32).view(2, S)
         self.min_p = rows[7].view(torch.float32)[:S]
         self.query_starts = starts
+
+    def step_tokens(self) -> StepTokens:
+        """The tokens and sequences, as the kernels around the layers take them."""
+        return StepTokens(
+            self.token_ids, self.from_pool, self.positions, self.token_slots, self.slots, self.ends,
+            self.query_starts,
+        )  # fmt: skip
 
     def sampling_rows(self) -> SamplingRows:
         """The parameters of all rows, as if each were sampled and filtered."""

@@ -129,8 +129,8 @@ def _narrow(
     KIND: tl.constexpr, FIRST: tl.constexpr, WAYS: tl.constexpr, SPLITS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """One pass. KIND: whether numbers or masses are added up; in the last one, "ties", the mass above
-    the cut and the number of those that are equal to it. FIRST: of its kind."""
+    """One pass. KIND: whether numbers or masses are added up; in the last one, "ties", the mass
+    above the cut and the number of those that are equal to it. FIRST: of its kind."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
     temperature = tl.load(temperatures + row)

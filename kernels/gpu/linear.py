@@ -25,10 +25,11 @@ from tokenfleet.kernels.gpu.product import (
     sum_of_products,
 )
 from tokenfleet.kernels.gpu.registry import Example
+from tokenfleet.kernels.gpu.row import row_linear
 
 SKINNY_ROWS = {80: 0, 90: 0, 100: 0}
-"""Rows up to which a 16 bit product is ours and not cuBLAS's, by generation: none, until somebody
-has measured where ours is faster (`skinny` in the examples)."""
+"""Rows up to which a 16 bit product of several rows is ours and not cuBLAS's, by generation: none,
+until somebody has measured where ours is faster (`skinny` in the examples). One row always is."""
 JOIN_TILE = 1024
 COMMON = ((1, "blocks"), (4096, "blocks"), (4096, "weights only"))
 """The examples that are compiled in every run of the suite: rows, form."""
@@ -36,8 +37,15 @@ COMMON = ((1, "blocks"), (4096, "blocks"), (4096, "weights only"))
 
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Whether a product without FP8 is computed here."""
-    few = 0 < x.shape[0] <= SKINNY_ROWS[gpu_of(x.device).arch]
+    few = x.shape[0] == 1 or 0 < x.shape[0] <= SKINNY_ROWS[gpu_of(x.device).arch]
     return few and x.dtype == weight.dtype and x.itemsize == 2
+
+
+def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [M, K] times weight [N, K], + bias, where `takes` says so."""
+    if x.shape[0] > 1:
+        return product(x, weight, None, bias)
+    return row_linear(x, weight, bias, norm=None, eps=0.0, offset=0.0, add=None, gate=None)
 
 
 def fp8_linear(

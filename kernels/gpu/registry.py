@@ -25,6 +25,7 @@ OPERATIONS = (
     "fp8",
     "rng",
     "sampling",
+    "step",
     "linear",
     "row",
     "row_attention",

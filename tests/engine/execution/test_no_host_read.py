@@ -82,7 +82,7 @@ def test_every_bucket_is_captured_without_a_host_read(family, quantization, kv_d
         )
     assert capture.captured == 3 * len(buckets)
     names = {launch.name for launch in launches}
-    assert {"_attention", "_gather", "_scatter"} <= names
+    assert {"_attention", "_look_up_tokens", "_settle"} <= names
 
 
 @pytest.mark.parametrize("read", [torch.Tensor.item, torch.Tensor.tolist, bool, torch.nonzero])

@@ -9,7 +9,7 @@ from tokenfleet.kernels.activation import gelu_tanh_mul, silu_mul
 from tokenfleet.kernels.backend import using
 from tokenfleet.kernels.gpu import row as gpu_row
 from tokenfleet.kernels.gpu.launch import TARGETS, planning, recording
-from tokenfleet.kernels.linear import pack_linear
+from tokenfleet.kernels.linear import linear, pack_linear
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool
 from tokenfleet.kernels.rope_kv import HeadNorms
 from tokenfleet.kernels.row import RowNorm, reference, row_linear
@@ -62,6 +62,15 @@ def test_few_outputs_are_divided_among_more_programs():
             )
             gpu_row.row_linear(x, weight, None, norm=None, eps=0.0, offset=0.0, add=None, gate=None)
     assert [launch.grid for launch in launches] == [(256,), (512,)]
+
+
+def test_any_product_of_one_row_is_a_reading_of_its_weight():
+    with recording(TARGETS[90]) as launches:
+        weight = torch.empty(64, 32, dtype=torch.bfloat16, device="meta")
+        out = linear(torch.empty(1, 32, dtype=weight.dtype, device="meta"), pack_linear(weight))
+        linear(torch.empty(2, 32, dtype=weight.dtype, device="meta"), pack_linear(weight))
+    assert [launch.name for launch in launches] == ["_row"]
+    assert out.shape == (1, 64)
 
 
 ATTENTIONS = {
