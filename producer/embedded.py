@@ -2,9 +2,10 @@
 
 It listens on loopback only, keeps nothing unless given a folder, and is meant for one machine.
 
-Invariant: the server never outlives the process that started it. A watcher holds a pipe to that
-process and ends the server when the pipe closes. (The kernel's parent-death signal follows the
-starting *thread*: a server started from a pool thread would end with it.) Ctrl-C does not reach it.
+Invariant: neither the server nor its scratch folder outlives the process that started it. A watcher
+holds a pipe to that process and ends both when the pipe closes. (The kernel's parent-death signal
+follows the starting *thread*: a server started from a pool thread would end with it.) Ctrl-C does
+not reach it.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class EmbeddedServer:
                 cwd=self._folder(),
                 start_new_session=True,
             )
-        self._watcher = _watch(self._process.pid)
+        self._watcher = _watch(self._process.pid, self._folder(), self._scratch)
 
     def _command(self) -> list[str]:
         binary = self._binary if self._binary is not None else server_binary()
@@ -250,10 +251,20 @@ def answers(port: int, pid: int) -> bool:
     return False
 
 
-def _watch(pid: int) -> subprocess.Popen[bytes]:
-    """A shell that waits for our end of its pipe to close, however we end, and ends the server."""
+_WATCH = """
+read -r _
+if [ ! -e /proc/self ] || [ "$(readlink "/proc/$1/cwd")" = "$2" ]; then kill -9 "$1"; fi
+if [ -n "$3" ]; then rm -rf "$3" || { sleep 1; rm -rf "$3"; }; fi
+"""
+"""Where it can be told, only a process that still works in the server's folder is the server: its
+id may be another's by then."""
+
+
+def _watch(pid: int, folder: Path, scratch: Path | None) -> subprocess.Popen[bytes]:
+    """A shell that waits for our end of its pipe to close, however we end, and ends the server and
+    its scratch folder."""
     return subprocess.Popen(
-        ["/bin/sh", "-c", 'read -r _; kill -9 "$1"', "sh", str(pid)],
+        ["/bin/sh", "-c", _WATCH, "sh", str(pid), str(folder.resolve()), str(scratch or "")],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import redis
 
-from tokenfleet.producer.embedded import EmbeddedServer, answers
+from tokenfleet.producer.embedded import EmbeddedServer, _watch, answers
 from tokenfleet.producer.errors import BrokerUnavailable
 
 BUS = "--cluster-port"
@@ -22,7 +23,7 @@ CHILD = """
 import sys
 from tokenfleet.producer.embedded import EmbeddedServer
 server = EmbeddedServer().start()
-print(server.pid, flush=True)
+print(server.pid, server._scratch, flush=True)
 sys.stdin.read()
 """
 
@@ -64,12 +65,27 @@ def test_it_ends_with_the_process_that_started_it(how):
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    pid = int(child.stdout.readline())
+    number, folder = child.stdout.readline().decode().split()
+    pid = int(number)
     assert alive(pid)
+    assert Path(folder).is_dir()
     child.send_signal(how)
     child.communicate()
-    while alive(pid):
-        os.sched_yield()
+    while alive(pid) or Path(folder).exists():
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_process_that_has_the_id_of_a_server_that_is_gone_is_left_alone(tmp_path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    other = subprocess.Popen(["sleep", "1000"], cwd=tmp_path)
+    watcher = _watch(other.pid, scratch, scratch)
+    watcher.communicate()
+    assert not scratch.exists()
+    assert other.poll() is None
+    other.kill()
+    other.wait()
 
 
 def test_it_outlives_the_thread_that_started_it():
