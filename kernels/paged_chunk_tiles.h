@@ -1,18 +1,19 @@
-// Chunk items of paged attention on AMX tiles: bf16 queries over bf16 KV, or int8 KV widened to bf16; sums and
-// softmax in fp32.
+// Chunk items of paged attention on AMX tiles: bf16 queries over bf16 KV, sums and softmax in fp32.
 //
-// The weights are rounded to bf16 for the product with V, as every bf16 attention does.
+// Scores lie transposed, a key a row and a query row a lane, so nothing is summed across lanes: 16 query rows, a
+// lane set, against TILE keys at a time. While a set is weighed, the tiles multiply for the one after it (keys x
+// queries) and the one before it (values x weights). The weights are rounded to bf16, as every bf16 attention does.
 #pragma once
 
 #include "paged_chunk.h"
-#include "tiles.h"
+#include "quads.h"
 
 namespace tf {
 
 // Whether chunks of this problem run on tiles.
 INLINE bool chunks_on_tiles(const Problem& p) {
 #if defined(TF_AMX)
-    return tiles_granted && p.dtype == BF16 && (p.kv_dtype == BF16 || p.kv_dtype == I8) && p.dim % 32 == 0;
+    return tiles_granted && p.dtype == BF16 && p.kv_dtype == BF16 && p.dim % 32 == 0 && p.dim <= 512 && p.scale > 0;
 #else
     (void)p;
     return false;
@@ -21,235 +22,250 @@ INLINE bool chunks_on_tiles(const Problem& p) {
 
 #if defined(TF_AMX)
 
-constexpr int64_t STRIP = 32;  // query rows of one product
-constexpr int64_t BAND = 96;   // rows that are scored, then weighed, then summed: what a product stores has
-                               // left the store buffer, from which tiles load slowly, before the next one reads it
+static_assert(TILE == 16 * QUAD);
 
 struct TileScratch {
-    float *scores, *acc, *top, *total;  // [BAND][TILE], [rows][dim]; top in base 2
-    uint16_t *q, *weights;              // [rows][dim], [BAND][TILE]
-    uint8_t *keys, *values;             // packed as tiles.h says: columns are tokens, and dimensions
-    uint16_t *wide_keys, *wide_values;  // [TILE][dim], of int8 KV
-    TileScratch(int64_t rows, int64_t dim) {
-        const int64_t halves = (rows * dim + BAND * TILE + 4 * TILE * dim) / 2;
-        float* at = scratch(rows * dim + BAND * TILE + halves + 2 * rows);
-        acc = at, at += rows * dim;
-        scores = at, at += BAND * TILE;
-        q = (uint16_t*)at, at += rows * dim / 2;
-        weights = (uint16_t*)at, at += BAND * TILE / 2;
-        keys = (uint8_t*)at, at += TILE * dim / 2;
-        values = (uint8_t*)at, at += TILE * dim / 2;
-        wide_keys = (uint16_t*)at, at += TILE * dim / 2;
-        wide_values = (uint16_t*)at, at += TILE * dim / 2;
-        top = at, at += rows;
-        total = at;
+    int64_t sets, blocks, quads;  // lane sets; tiles of the depth of a head, and quads of its sums
+    float *acc, *top, *total;     // [sets][quads][64 dimensions][16], [sets][16]; top in base 2
+    float *scores[2], *fresh[2];  // [TILE][16]; [quads][64 dimensions][16]
+    f32x16 factors[2];            // for acc, before what is fresh comes to it
+    i32x16* positions;            // [sets], of the query rows
+    uint8_t *queries, *keys;      // [sets][blocks] packed as tiles.h says; [TILE][dim]
+    uint8_t *values, *weights[2]; // [quads][TILE / 32][QUAD tiles]: dimensions x keys; [TILE / 32] packed
+    TileScratch(int64_t rows, int64_t dim) : sets((rows + 15) / 16), blocks(dim / 32), quads((blocks + 1) / 2) {
+        const int64_t sums = sets * quads * QUAD_BYTES, key_bytes = TILE * dim * 2, value_bytes = quads * QUAD_BYTES * TILE / 32;
+        const int64_t of_sets = sums + sets * (3 * 64 + blocks * BLOCK_BYTES), in_turns = TILE * 64 + quads * QUAD_BYTES + TILE * 32;
+        uint8_t* at = (uint8_t*)scratch((of_sets + 2 * in_turns + key_bytes + value_bytes) / 4);
+        acc = (float*)at, at += sums;
+        top = (float*)at, at += sets * 64;
+        total = (float*)at, at += sets * 64;
+        positions = (i32x16*)at, at += sets * 64;
+        for (int i = 0; i < 2; i++) scores[i] = (float*)at, at += TILE * 64;
+        for (int i = 0; i < 2; i++) fresh[i] = (float*)at, at += quads * QUAD_BYTES;
+        for (int i = 0; i < 2; i++) weights[i] = at, at += TILE * 32;
+        queries = at, at += sets * blocks * BLOCK_BYTES;
+        keys = at, at += key_bytes;
+        values = at;
     }
 };
 
-// One block: row r of `to` holds the r-th four bytes of each of 16 rows.
-INLINE void transpose_block(const uint32_t* const* rows, int64_t offset, uint32_t* to) {
-    __m512i a[16], b[16];
-    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(rows[i] + offset);
-    for (int i = 0; i < 16; i += 2) {
-        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)
-        for (int j = 0; j < 2; j++) {
-            a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
-            a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
-        }
-    // now a[4 g + c] holds, in its quarter q, four bytes number 4 q + c of rows 4 g .. 4 g + 3
-    for (int c = 0; c < 4; c++) {
-        const __m512i low = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88), high = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);
-        const __m512i other_low = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88);
-        const __m512i other_high = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xdd);
-        _mm512_storeu_si512(to + c * 16, _mm512_shuffle_i32x4(low, other_low, 0x88));
-        _mm512_storeu_si512(to + (4 + c) * 16, _mm512_shuffle_i32x4(high, other_high, 0x88));
-        _mm512_storeu_si512(to + (8 + c) * 16, _mm512_shuffle_i32x4(low, other_low, 0xdd));
-        _mm512_storeu_si512(to + (12 + c) * 16, _mm512_shuffle_i32x4(high, other_high, 0xdd));
-    }
-}
-
-// Row r of a block of V: the pairs (token 2r, token 2r + 1) of 16 dimensions.
-INLINE void pair_rows(const uint16_t* even, const uint16_t* odd, uint8_t* to) {
-    const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)even));
-    const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)odd));
-    _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-}
-
-// Rows of int8 KV of the tokens [begin, begin + count), x their scales, as bf16.
-INLINE void widen(const Problem& p, const Item& item, const void* codes, const float* scales, const int64_t* rows,
-                  int64_t begin, int64_t count, uint16_t* to) {
-    float scale[TILE];
-    p.find_scales(scales, item.sequence, item.head, begin, begin + count, scale);
-    for (int64_t j = 0; j < count; j++)
-        for (int64_t i = 0; i < p.dim; i += LANES)
-            store((bf16*)to + j * p.dim + i, load((const i8*)codes + rows[j] + i) * scale[j]);
-}
-
+// Keys as they are, values transposed; zeros for tokens outside [begin, end).
 INLINE void pack_tile(const Problem& p, const Item& item, int64_t tile, int64_t begin, int64_t end, TileScratch& memory) {
-    alignas(64) static const uint16_t nothing[1024] = {};  // a row of zeros for tokens outside
-    const uint16_t *k[TILE], *v[TILE];
+    alignas(64) static const uint16_t nothing[1024] = {};
+    const uint16_t* v[TILE];
     int64_t rows[TILE];
     const int64_t low = begin > tile ? begin - tile : 0, high = end - tile < TILE ? end - tile : TILE;
     p.find_rows(item.sequence, item.head, tile + low, tile + high, rows + low);
-    const uint16_t *keys = (const uint16_t*)p.k, *values = (const uint16_t*)p.v;
-    if (p.kv_dtype == I8) {
-        widen(p, item, p.k, p.k_scales, rows + low, tile + low, high - low, memory.wide_keys);
-        widen(p, item, p.v, p.v_scales, rows + low, tile + low, high - low, memory.wide_values);
-        keys = memory.wide_keys, values = memory.wide_values;
-        for (int64_t j = low; j < high; j++) rows[j] = (j - low) * p.dim;
-    }
     for (int64_t j = 0; j < TILE; j++) {
         const bool there = j >= low && j < high;
-        k[j] = there ? keys + rows[j] : nothing;
-        v[j] = there ? values + rows[j] : nothing;
+        v[j] = there ? (const uint16_t*)p.v + rows[j] : nothing;
+        const uint16_t* k = there ? (const uint16_t*)p.k + rows[j] : nothing;
+        for (int64_t i = 0; i < p.dim; i += 32)
+            _mm512_store_si512(memory.keys + (j * p.dim + i) * 2, _mm512_loadu_si512(k + i));
     }
-    const int64_t depth = p.dim / 32;
-    for (int64_t block = 0; block < TILE / 16; block++)
-        for (int64_t d = 0; d < depth; d++)
-            transpose_block((const uint32_t* const*)k + block * 16, d * 16,
-                            (uint32_t*)(memory.keys + (block * depth + d) * BLOCK_BYTES));
     for (int64_t block = 0; block < p.dim / 16; block++)
-        for (int64_t j = 0; j < TILE; j += 2)
-            pair_rows(v[j] + block * 16, v[j + 1] + block * 16, memory.values + block * TILE * 32 + j * 32);
+        for (int64_t step = 0; step < TILE / 32; step++) {
+            __m512i a[16];
+            for (int r = 0; r < 16; r++)
+                a[r] = pairs_of_rows(v[32 * step + 2 * r] + block * 16, v[32 * step + 2 * r + 1] + block * 16);
+            transpose(a);
+            uint8_t* to = memory.values + ((block / QUAD * (TILE / 32) + step) * QUAD + block % QUAD) * BLOCK_BYTES;
+            for (int r = 0; r < 16; r++) _mm512_store_si512(to + r * 64, a[r]);
+        }
 }
 
-// out [STRIP, columns] = (ADD ? out : 0) + left [STRIP, depth] x packed right; columns a multiple of 32.
-template <bool ADD>
-INLINE void strip_product(const uint16_t* left, int64_t depth, const uint8_t* right, int64_t columns, float* out) {
-    const int64_t blocks = depth / 32, stride = columns * 4;
-    before_tiles();
-    for (int64_t c = 0; c < columns; c += 32) {
-        const uint8_t *first = right + c / 16 * blocks * BLOCK_BYTES, *second = first + blocks * BLOCK_BYTES;
-        float *upper = out + c, *lower = upper + 16 * columns;
-        if (ADD) {
-            _tile_loadd(0, upper, stride);
-            _tile_loadd(1, upper + 16, stride);
-            _tile_loadd(2, lower, stride);
-            _tile_loadd(3, lower + 16, stride);
-        } else {
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
-        }
-        for (int64_t k = 0; k < blocks; k++) {
-            _tile_loadd(4, left + k * 32, depth * 2);
-            _tile_loadd(6, first + k * BLOCK_BYTES, 64);
-            _tile_loadd(5, left + 16 * depth + k * 32, depth * 2);
-            _tile_loadd(7, second + k * BLOCK_BYTES, 64);
-            Bf16Tiles::multiply<0, 4, 6>();
-            Bf16Tiles::multiply<2, 5, 6>();
-            Bf16Tiles::multiply<1, 4, 7>();
-            Bf16Tiles::multiply<3, 5, 7>();
-        }
-        _tile_stored(0, upper, stride);
-        _tile_stored(1, upper + 16, stride);
-        _tile_stored(2, lower, stride);
-        _tile_stored(3, lower + 16, stride);
-    }
-}
-
-// 2^x for x <= 0 within 2e-6 of it; 0 below -126 (what lies there is slow to compute with); a NaN stays one.
+// 2^x for x <= 0 within 1e-4 of it; 0 below -126 (what lies there is slow to compute with); a NaN stays one.
 INLINE f32x16 power_of_two(f32x16 x) {
-    const __m512 lowest = _mm512_set1_ps(-126.0f), bounded = _mm512_max_ps(lowest, (__m512)x);  // NaN: the second one
-    const __m512 whole = _mm512_roundscale_ps(bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const f32x16 r = (f32x16)_mm512_sub_ps(bounded, whole);
-    f32x16 p = r * 1.339887440e-3f + 9.618437357e-3f;
-    p = p * r + 5.550332548e-2f;
-    p = p * r + 2.402264791e-1f;
-    p = p * r + 6.931472028e-1f;
-    p = p * r + 1.0f;
-    const __mmask16 there = _mm512_cmp_ps_mask((__m512)x, lowest, _CMP_NLT_UQ);
-    return (f32x16)_mm512_maskz_scalef_ps(there, (__m512)p, whole);
+    const f32x16 r = (f32x16)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x)
+    f32x16 p = r * 7.8024519468e-2f + 2.2606717843e-1f;
+    p = p * r + 6.9583352206e-1f;
+    p = p * r + 9.9992522137e-1f;
+    const __mmask16 there = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+    return (f32x16)_mm512_maskz_scalef_ps(there, (__m512)p, (__m512)x);
 }
 
-// Scores of one row, not scaled yet, become weights in bf16. Returns the factor for what has been summed up.
-INLINE float weigh_row(const Problem& p, int64_t low, int64_t high, float scale, float* scores, uint16_t* weights,
-                       float* top, float* total) {
-    constexpr int VECTORS = TILE / LANES;
-    constexpr float LOG2_E = 1.44269504088896341f;
-    if (low >= TILE || high <= 0) {
-        memset(weights, 0, TILE * 2);
-        return 1.0f;
+// Scores of keys that a query row does not see become -infinity.
+INLINE void hide(const Problem& p, i32x16 positions, int64_t tile, int64_t keys, float* scores) {
+    const i32x16 lowest = p.window > 0 ? positions - (int32_t)p.window : i32x16{} - 1;
+    for (int32_t j = 0; j < keys; j++) {
+        const i32x16 key = i32x16{} + (int32_t)(tile + j);
+        const f32x16 v = load(scores + j * LANES), seen = key <= positions ? v : splat(NOTHING);
+        store(scores + j * LANES, key > lowest ? seen : splat(NOTHING));
     }
-    if (p.softcap > 0) {
-        for (int64_t j = 0; j < TILE; j += LANES) store(scores + j, load(scores + j) * p.scale);
-        soften(scores, TILE, p.softcap);
-        scale = LOG2_E;
+}
+
+INLINE f32x16 top_of(const float* scores, int64_t keys) {
+    f32x16 tops[4] = {splat(NOTHING), splat(NOTHING), splat(NOTHING), splat(NOTHING)};
+    for (int64_t j = 0; j < keys; j += 4)
+        for (int i = 0; i < 4; i++) tops[i] = max(tops[i], load(scores + (j + i) * LANES));
+    return max(max(tops[0], tops[1]), max(tops[2], tops[3]));
+}
+
+// Scores of a lane set become packed weights: 2^(score x scale - top). Returns their sums.
+INLINE f32x16 weigh(const float* scores, int64_t keys, float scale, f32x16 top, uint8_t* weights, Meanwhile& meanwhile) {
+    const __m512i side_by_side = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
+                                                  6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const int64_t at_once = (meanwhile.steps * 16 + keys - 1) / keys;
+    f32x16 sums[4] = {};
+    for (int64_t begin = 0; begin < keys; begin += 16) {
+        for (int64_t j = begin; j < begin + 16; j += 4) {
+            f32x16 v[4];
+            for (int i = 0; i < 4; i++) {
+                v[i] = power_of_two(load(scores + (j + i) * LANES) * scale - top);
+                sums[i] += v[i];
+            }
+            for (int i = 0; i < 4; i += 2) {
+                const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)v[i + 1], (__m512)v[i]);
+                _mm512_store_si512(weights + (j + i) * 32, _mm512_permutexvar_epi16(side_by_side, both));
+            }
+        }
+        meanwhile.advance(at_once);
     }
-    f32x16 v[VECTORS];
-    for (int i = 0; i < VECTORS; i++) v[i] = load(scores + i * LANES) * scale;
-    if (low > 0 || high < TILE) {
-        const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        for (int i = 0; i < VECTORS; i++) {
-            const i32x16 at = lane + i * (int32_t)LANES;
-            v[i] = at < (int32_t)low ? splat(NOTHING) : v[i];
-            v[i] = at >= (int32_t)high ? splat(NOTHING) : v[i];
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+// One chunk item on its way through the keys, tile after tile.
+struct TileWalk {
+    const Problem& p;
+    const Chunk& chunk;
+    TileScratch& memory;
+    float scale;  // of scores, to base 2
+
+    // Of a query row; rows beyond the last repeat it.
+    INLINE int64_t position(int64_t row) const {
+        return chunk.position + (row < chunk.rows ? row : chunk.rows - 1) / chunk.group;
+    }
+    // Keys of the tile that a set needs: those before the position of its last row.
+    INLINE int64_t keys_of(int64_t set, int64_t tile) const {
+        const int64_t needed = position(set * 16 + 15) + 1 - tile;
+        return needed < TILE ? round_up(needed, 32) : TILE;
+    }
+    INLINE void add_scores(Meanwhile& to, int64_t set) const {
+        const int64_t width = p.dim * 2;
+        to.add({memory.keys, memory.queries + set * memory.blocks * BLOCK_BYTES, 16 * width, width, 64, memory.blocks,
+                memory.scores[set % 2]});
+    }
+    INLINE void add_sums(Meanwhile& to, int64_t set, int64_t keys) const {
+        for (int64_t quad = 0; quad < memory.quads; quad++)
+            to.add({memory.values + quad * (TILE / 32) * QUAD_BYTES, memory.weights[set % 2], BLOCK_BYTES, 64, QUAD_BYTES,
+                    keys / 32, memory.fresh[set % 2] + quad * (QUAD_BYTES / 4)});
+    }
+    // The set's scores of the tile become weights.
+    INLINE void weigh_set(int64_t set, int64_t tile, int64_t keys, Meanwhile& meanwhile) const {
+        float *scores = memory.scores[set % 2], *top = memory.top + set * LANES, *total = memory.total + set * LANES;
+        if (p.softcap > 0) {
+            for (int64_t i = 0; i < keys * LANES; i += LANES) store(scores + i, load(scores + i) * p.scale);
+            soften(scores, keys * LANES, p.softcap);
+        }
+        const i32x16 positions = memory.positions[set];
+        if (position(set * 16) < tile + keys - 1 || (p.window > 0 && tile <= position(set * 16 + 15) - p.window))
+            hide(p, positions, tile, keys, scores);
+        const f32x16 before = load(top), now = max(before, top_of(scores, keys) * scale);
+        // of a row that has seen nothing yet, -infinity - -infinity would be NaN
+        const f32x16 used = now == NOTHING ? f32x16{} : now;
+        const f32x16 factor = now == before ? splat(1.0f) : power_of_two(before - used);
+        const f32x16 fresh = weigh(scores, keys, scale, used, memory.weights[set % 2], meanwhile);
+        meanwhile.advance(meanwhile.steps);
+        store(top, now);
+        store(total, load(total) * factor + fresh);
+        memory.factors[set % 2] = factor;
+    }
+    // What the weights of the set have brought comes to its sums.
+    INLINE void add_fresh(int64_t set) const {
+        const float* fresh = memory.fresh[set % 2];
+        float* acc = memory.acc + set * memory.quads * (QUAD_BYTES / 4);
+        const f32x16 factor = memory.factors[set % 2];
+        for (int64_t i = 0; i < memory.quads * (QUAD_BYTES / 4); i += LANES)
+            store(acc + i, load(acc + i) * factor + load(fresh + i));
+    }
+    // All lane sets against a packed tile; those before `first` see nothing of it.
+    INLINE void run(int64_t first, int64_t tile) const {
+        before_tiles();
+        Meanwhile opening;
+        add_scores(opening, first);
+        opening.advance(opening.steps);
+        int64_t before = 0;  // keys of the set before
+        for (int64_t set = first; set < memory.sets; set++) {
+            Meanwhile meanwhile;
+            if (set + 1 < memory.sets) add_scores(meanwhile, set + 1);
+            if (set > first) add_sums(meanwhile, set - 1, before);
+            before = keys_of(set, tile);
+            weigh_set(set, tile, before, meanwhile);
+            if (set > first) add_fresh(set - 1);
+        }
+        Meanwhile closing;
+        add_sums(closing, memory.sets - 1, before);
+        closing.advance(closing.steps);
+        add_fresh(memory.sets - 1);
+    }
+};
+
+// Queries packed, positions, nothing summed up.
+INLINE void start_sets(const Problem& p, const Item& item, const TileWalk& walk, TileScratch& memory) {
+    const Chunk& chunk = walk.chunk;
+    memset(memory.acc, 0, memory.sets * memory.quads * QUAD_BYTES);
+    for (int64_t set = 0; set < memory.sets; set++) {
+        const uint16_t* rows[16];
+        for (int64_t i = 0; i < 16; i++) {
+            const int64_t row = set * 16 + i < chunk.rows ? set * 16 + i : chunk.rows - 1;
+            const int64_t token = chunk.first_token + row / chunk.group, head = item.head * chunk.group + row % chunk.group;
+            rows[i] = (const uint16_t*)p.q + token * p.q_stride_token + head * p.q_stride_head;
+            memory.positions[set][i] = (int32_t)walk.position(row);
+        }
+        for (int64_t block = 0; block < memory.blocks; block++) {
+            __m512i a[16];
+            for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(rows[i] + block * 32);
+            transpose(a);
+            for (int i = 0; i < 16; i++)
+                _mm512_store_si512(memory.queries + (set * memory.blocks + block) * BLOCK_BYTES + i * 64, a[i]);
+        }
+        store(memory.top + set * LANES, splat(NOTHING));
+        store(memory.total + set * LANES, f32x16{});
+    }
+}
+
+// What sums of a set are multiplied with at the end.
+INLINE f32x16 last_factor(const Problem& p, const Item& item, const Chunk& chunk, int64_t set, const TileScratch& memory) {
+    f32x16 sum = load(memory.total + set * LANES), factor = splat(1.0f);
+    if (p.sinks) {  // the sink may be above all scores
+        constexpr float LN_2 = 0.693147180559945309f;
+        f32x16 sinks;
+        for (int64_t i = 0; i < LANES; i++) sinks[i] = p.sinks[item.head * chunk.group + (set * 16 + i) % chunk.group];
+        const f32x16 top = load(memory.top + set * LANES) * LN_2, highest = max(top, sinks);
+        factor = exp(top - highest);
+        sum = sum * factor + exp(sinks - highest);
+    }
+    return factor / sum;
+}
+
+INLINE void store_set(const Problem& p, const Item& item, const Chunk& chunk, int64_t set, const TileScratch& memory) {
+    const f32x16 factor = last_factor(p, item, chunk, set, memory);
+    const int64_t left = chunk.rows - set * 16, count = left < 16 ? left : 16;
+    for (int64_t d = 0; d < p.dim; d += 16) {
+        const float* acc = memory.acc + set * memory.quads * (QUAD_BYTES / 4) + d * LANES;
+        __m512i a[16];
+        for (int i = 0; i < 16; i++) a[i] = (__m512i)(load(acc + i * LANES) * factor);
+        transpose(a);
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t row = set * 16 + i, token = chunk.first_token + row / chunk.group;
+            const int64_t head = item.head * chunk.group + row % chunk.group;
+            store((bf16*)p.out + (token * p.q_heads + head) * p.dim + d, (f32x16)a[i]);
         }
     }
-    const float before = *top, here = max(max(max(v[0], v[1]), max(v[2], v[3])));
-    const float now = before > here ? before : here;
-    f32x16 fresh = {};
-    for (int i = 0; i < VECTORS; i++) {
-        v[i] = power_of_two(v[i] - now);
-        fresh += v[i];
-    }
-    for (int i = 0; i < VECTORS; i += 2)
-        _mm512_storeu_si512(weights + i * LANES, (__m512i)_mm512_cvtne2ps_pbh((__m512)v[i + 1], (__m512)v[i]));
-    // before the first score there are no sums yet
-    const float factor = before == now || before == NOTHING ? 1.0f : power_of_two(splat(before - now))[0];
-    *top = now;
-    *total = *total * factor + sum(fresh);
-    return factor;
-}
-
-// Query rows [band, end) of an item, at most BAND, against one packed tile.
-INLINE void band_on_tiles(const Problem& p, const Chunk& chunk, int64_t band, int64_t end, int64_t tile,
-                          TileScratch& memory) {
-    const int64_t dim = p.dim, padded = round_up(end, STRIP);
-    const float scale = p.scale * 1.44269504088896341f;
-    for (int64_t row = band; row < padded; row += STRIP)
-        strip_product<false>(memory.q + row * dim, dim, memory.keys, TILE, memory.scores + (row - band) * TILE);
-    int64_t at = chunk.position + band / chunk.group, head = band % chunk.group;
-    for (int64_t row = band; row < end; row++, head++) {
-        if (head == chunk.group) at++, head = 0;
-        const int64_t here = (row - band) * TILE;
-        const float factor = weigh_row(p, p.first_visible(at) - tile, at + 1 - tile, scale, memory.scores + here,
-                                       memory.weights + here, memory.top + row, memory.total + row);
-        if (factor == 1.0f) continue;
-        float* sums = memory.acc + row * dim;
-        for (int64_t i = 0; i < dim; i += LANES) store(sums + i, load(sums + i) * factor);
-    }
-    memset(memory.weights + (end - band) * TILE, 0, (padded - end) * TILE * 2);
-    for (int64_t row = band; row < padded; row += STRIP)
-        strip_product<true>(memory.weights + (row - band) * TILE, TILE, memory.values, dim, memory.acc + row * dim);
 }
 
 inline void chunk_item_on_tiles(const Problem& p, const Item& item) {
     const Chunk chunk(p, item);
-    const int64_t dim = p.dim, padded = round_up(chunk.rows, STRIP);
-    TileScratch memory(padded, dim);
-    memset(memory.q + chunk.rows * dim, 0, (padded - chunk.rows) * dim * 2);
-    memset(memory.acc, 0, padded * dim * sizeof(float));
-    for (int64_t row = 0; row < chunk.rows; row++) {
-        const int64_t token = chunk.first_token + row / chunk.group, head = item.head * chunk.group + row % chunk.group;
-        memcpy(memory.q + row * dim, (const uint16_t*)p.q + token * p.q_stride_token + head * p.q_stride_head, dim * 2);
-        memory.top[row] = NOTHING, memory.total[row] = 0.0f;
-    }
+    TileScratch memory(chunk.rows, p.dim);
+    const TileWalk walk{p, chunk, memory, (p.softcap > 0 ? 1.0f : p.scale) * 1.44269504088896341f};
+    start_sets(p, item, walk, memory);
     configure_tiles(16, 16);
     for (int64_t tile = chunk.begin / TILE * TILE; tile < chunk.end; tile += TILE) {
         pack_tile(p, item, tile, chunk.begin, chunk.end, memory);
-        // rows of tokens before the tile see nothing of it
-        const int64_t hidden = tile > chunk.position ? (tile - chunk.position) * chunk.group / STRIP * STRIP : 0;
-        for (int64_t band = hidden; band < chunk.rows; band += BAND)
-            band_on_tiles(p, chunk, band, band + BAND < chunk.rows ? band + BAND : chunk.rows, tile, memory);
+        walk.run(tile > chunk.position ? (tile - chunk.position) * chunk.group / 16 : 0, tile);
     }
     _tile_release();
-    for (int64_t row = 0; row < chunk.rows; row++) memory.top[row] *= 0.693147180559945309f;
-    store_chunk(p, item, chunk, memory.acc, memory.top, memory.total);
+    for (int64_t set = 0; set < memory.sets; set++) store_set(p, item, chunk, set, memory);
 }
 
 #else
