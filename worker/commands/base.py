@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from tokenfleet.producer.connection import Connection
 
 OK, SOME_FAILED, BAD_INPUT, UNREACHABLE, TIMED_OUT = range(5)
@@ -219,23 +217,11 @@ def print_rows(
     if not rows:
         note(empty)
         return
-    known = titles or {}
-    table = _table([known.get(column, column.replace("_", " ")) for column in columns])
-    for row in rows:
-        table.add_row(*(show(column, row.get(column)) for column in columns))
-    from rich.console import Console
+    from tokenfleet.worker.commands.tables import print_table
 
-    console = Console()
-    if not console.is_terminal:  # a pipe has no width: never cut a value there
-        console = Console(width=10_000)
-    console.print(table)
-
-
-def _table(titles: Sequence[str]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in titles:
-        table.add_column(title)
-    return table
+    known = {column: column.replace("_", " ") for column in columns} | dict(titles or {})
+    print_table(
+        [known[column] for column in columns],
+        [[show(column, row.get(column)) for column in columns] for row in rows],
+        whole=[known[column] for column in columns if column.endswith("job_id")],
+    )

@@ -19,7 +19,6 @@ from tokenfleet.worker.commands.base import Namespace, Output, OutputOption, Red
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Table
 
     from tokenfleet.producer.fleet import FleetReader
     from tokenfleet.producer.fleet_view import FleetStatus, QueueDepth, WorkerLine
@@ -100,12 +99,9 @@ def _print(status: FleetStatus, output: Output) -> None:
         base.print_json(as_dict(status))
         sys.stdout.flush()
         return
-    from rich.console import Console
+    from tokenfleet.worker.commands.tables import console
 
-    console = Console()
-    if not console.is_terminal:  # a pipe has no width: never cut a value there
-        console = Console(width=10_000)
-    console.print(drawn(status))
+    console().print(drawn(status))
 
 
 def as_dict(status: FleetStatus) -> dict[str, Any]:
@@ -134,9 +130,12 @@ def drawn(status: FleetStatus) -> RenderableType:
 def _workers(workers: tuple[WorkerLine, ...]) -> RenderableType:
     from rich.text import Text
 
+    from tokenfleet.worker.commands.tables import table_of
+
     if not workers:
         return Text("no workers", style="yellow")
-    table = _table("worker", "model", "state", "slots", "tok/s", "KV", "seen")
+    titles = ("worker", "model", "state", "slots", "tok/s", "KV", "seen")
+    table = table_of(titles, right=("slots", "tok/s", "KV", "seen"))
     for worker in workers:
         stale = worker.seen_s > STALE_S
         table.add_row(
@@ -154,9 +153,12 @@ def _workers(workers: tuple[WorkerLine, ...]) -> RenderableType:
 def _queues(queues: tuple[QueueDepth, ...]) -> RenderableType:
     from rich.text import Text
 
+    from tokenfleet.worker.commands.tables import table_of
+
     if not queues:
         return Text("no queues", style="yellow")
-    table = _table("model", "class", "waiting", "front", "running", "oldest", "")
+    titles = ("model", "class", "waiting", "front", "running", "oldest", "")
+    table = table_of(titles, right=("waiting", "front", "running", "oldest"))
     for queue in queues:
         table.add_row(
             Text(queue.model),
@@ -167,15 +169,4 @@ def _queues(queues: tuple[QueueDepth, ...]) -> RenderableType:
             "-" if queue.oldest_s is None else f"{queue.oldest_s:.1f} s",
             Text("paused" if queue.paused else "", style="yellow"),
         )
-    return table
-
-
-def _table(*titles: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    words = {"worker", "model", "state", "class", ""}
-    for title in titles:
-        table.add_column(title, justify="left" if title in words else "right")
     return table
