@@ -33,6 +33,10 @@ class StopMatcher:
         self._include = include
         self._held = ""
 
+    def __bool__(self) -> bool:
+        """Whether there is a stop string to find."""
+        return bool(self._stops)
+
     def push(self, text: str, *, may_stop: bool = True) -> Released:
         """Take more text. With `may_stop` False a complete match is let through."""
         if not self._stops:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -30,9 +29,8 @@ from tokenfleet.engine.stops import StopMatcher
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    """What some tokens added to an output's text."""
+class TextDelta(NamedTuple):
+    """What some tokens added to an output's text; made for every token."""
 
     text: str
     stop: str | None
@@ -210,6 +208,12 @@ class TextStream:
     def push(self, token_ids: Sequence[int], *, ended: bool = False) -> TextDelta:
         """Take new tokens; `ended` says that no more will come (the last may be an EOS token)."""
         visible = token_ids[:-1] if ended and self._ends(token_ids) else token_ids
+        if not self._stops:  # nothing is looked for, nothing held back
+            self._num_tokens += len(visible)
+            text = "".join([self._detokenizer.push(token_id) for token_id in visible])
+            if ended:
+                text += self._detokenizer.flush()
+            return TextDelta(text, None, len(token_ids))
         texts = []
         for count, token_id in enumerate(visible, 1):
             self._num_tokens += 1
