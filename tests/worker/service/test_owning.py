@@ -93,7 +93,10 @@ async def test_a_job_past_its_deadline_ends_while_it_runs(fleet, until) -> None:
     deadline_s, job = 0.3, ""
 
     async def begun() -> bool:
-        return fleet.has(job) or await fleet.is_(job, "expired")
+        return fleet.has(job) or await expired()
+
+    async def expired() -> bool:
+        return await fleet.is_(job, "expired")
 
     while not job or not await fleet.shows(job, "ab"):  # a slow machine needs a later deadline
         job = await fleet.submit(deadline_s=deadline_s)
@@ -101,7 +104,7 @@ async def test_a_job_past_its_deadline_ends_while_it_runs(fleet, until) -> None:
         await until(begun)
         if fleet.has(job):
             fleet.engine.say(job, "ab")
-        await until(lambda: fleet.is_(job, "expired"))
+        await until(expired)
     await until(lambda: (job, None) in fleet.engine.aborted)
     log = await fleet.log(job)
     assert (log[-1].final, log[-1].finish_reason) == (True, "expired")
