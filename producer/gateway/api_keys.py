@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import logging
 import secrets
 import time
@@ -29,8 +30,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from tokenfleet.producer.errors import InvalidJob
 from tokenfleet.producer.gateway.settings import Priority, SettingsError, Tenant
-from tokenfleet.producer.keys import PRIORITIES
+from tokenfleet.producer.keys import PRIORITIES, check_name
 
 KEY_PREFIX = "tf-"
 CHECK_S = 1.0
@@ -171,8 +173,13 @@ def read_keys(path: Path) -> tuple[KeyEntry, ...]:
 
 
 def new_key(tenant: str, name: str | None = None) -> tuple[str, str]:
-    """A fresh key, and the entry that lets it in."""
+    """A fresh key, and the entry that lets it in. Raises SettingsError for a name that is none."""
+    try:
+        check_name("tenant", tenant)
+    except InvalidJob as error:
+        raise SettingsError(str(error)) from None
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     digest = hashlib.sha256(key.encode()).hexdigest()
-    entry = f'[[keys]]\nname = "{name or tenant}"\ntenant = "{tenant}"\nsha256 = "{digest}"\n'
+    called = json.dumps(name or tenant)  # as TOML writes a text, too
+    entry = f'[[keys]]\nname = {called}\ntenant = "{tenant}"\nsha256 = "{digest}"\n'
     return key, entry

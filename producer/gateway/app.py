@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
@@ -101,6 +101,7 @@ def create_app(settings: GatewaySettings) -> Starlette:
             TokenfleetError: _as_error,
             HTTPException: _as_http_error,
             ReaderGone: _as_gone,
+            ClientDisconnect: _as_gone,
         },
         lifespan=lifespan,
     )
@@ -152,7 +153,11 @@ async def _as_http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         message = f"there is nothing at {request.url.path[:80]!r}; the API is {ENDPOINTS}"
         return error_response(refused(404, "not_found", message))
-    response = error_response(refused(error.status_code, "http_error", str(error.detail)))
+    code, message = "http_error", str(error.detail)
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        code, message = "method_not_allowed", f"{request.method} is not taken here; use {allowed}"
+    response = error_response(refused(error.status_code, code, message))
     response.headers.update(error.headers or {})
     return response
 

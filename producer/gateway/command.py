@@ -33,11 +33,11 @@ def run(arguments: Sequence[str]) -> int:
         return _say(NEEDS.format(name=error.name))
     given = vars(_parser(settings.GatewaySettings).parse_args(arguments))
     config, tenant, name = given.pop("config"), given.pop("new_key"), given.pop("key_name")
-    if tenant is not None:
-        return _print_key(*api_keys.new_key(tenant, name))
     for variable in settings.unknown_variables(os.environ):
         sys.stderr.write(f"warning: this is no setting of the gateway: {variable}\n")
     try:
+        if tenant is not None:
+            return _print_key(*api_keys.new_key(tenant, name))
         found = settings.load_settings(given, os.environ, config)
         logs.configure(found.log_level)
         server.serve(found)

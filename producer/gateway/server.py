@@ -13,7 +13,9 @@ import logging
 import math
 import signal
 import socket
+import tempfile
 import time
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -31,9 +33,11 @@ def serve(settings: GatewaySettings) -> None:
     """Serve until told to end.
 
     Raises:
-        SettingsError: the address is taken, or the keys cannot be read.
+        SettingsError: the address is taken, the keys cannot be read, or files cannot be written.
     """
     app = create_app(settings)
+    if settings.files_dir is not None:
+        _make(settings.files_dir)
     listener = _listen(settings.host, settings.port)
     host, port = listener.getsockname()[:2]
     config = uvicorn.Config(
@@ -76,6 +80,16 @@ class _Server(uvicorn.Server):
         if self._exit_at is not None and time.monotonic() >= self._exit_at:
             self.should_exit = True
         return await super().on_tick(counter)
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        problem = f"files_dir {directory} cannot be written: {error.strerror}"
+        raise SettingsError(problem) from None
 
 
 def _listen(host: str, port: int) -> socket.socket:

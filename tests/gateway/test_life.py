@@ -169,6 +169,8 @@ def test_a_batch_goes_on_where_a_killed_gateway_left_it(
         (("--keys-file", "/nonexistent"), "/nonexistent cannot be read"),
         (("--max-body-bytes", "0"), "max_body_bytes"),
         (("--config", "/nonexistent"), "/nonexistent cannot be read"),
+        (("--files-dir", "/dev/null/files"), "files_dir /dev/null/files cannot be written"),
+        (("--new-key", "a b"), "tenant"),
         (("--host", "203.0.113.1", "--anonymous-tenant", "a"), "cannot listen on 203.0.113.1"),
     ],
 )

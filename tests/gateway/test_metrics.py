@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -108,6 +109,20 @@ def test_a_client_that_goes_before_its_answer_is_counted_too(
         http.post(COMPLETIONS, json=body(max_tokens=8000), timeout=0.5)
     until(lambda: counted("readers_gone_total") == gone + 1)
     assert counted("requests_total", route=COMPLETIONS, status="499") == left + 1
+
+
+def test_a_client_that_goes_in_the_middle_of_its_body_is_no_fault_of_ours(
+    gateway: Any, counted: Callable[..., float]
+) -> None:
+    left = counted("requests_total", route=COMPLETIONS, status="499")
+    broke = counted("requests_total", route=COMPLETIONS, status="500")
+    place = httpx.URL(gateway.url)
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {gateway.key}\r\n"
+    with socket.create_connection((place.host, place.port)) as line:
+        line.sendall(f"{head}content-length: 100\r\n\r\n{{".encode())
+        until(lambda: counted("requests_running") >= 2)
+    until(lambda: counted("requests_total", route=COMPLETIONS, status="499") == left + 1)
+    assert counted("requests_total", route=COMPLETIONS, status="500") == broke
 
 
 def test_only_a_key_that_may_see_the_fleet_sees_its_figures(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
 
 from tokenfleet.producer import AsyncClient
 from tokenfleet.producer.embedded import EmbeddedServer
+from tokenfleet.producer.gateway import body as request_body
+from tokenfleet.producer.gateway.answers import GatewayError
 from tokenfleet.worker.rules import Rules, TenantLimits
 
 URL = "/v1/completions"
@@ -86,6 +90,25 @@ def test_a_body_without_a_length_is_counted_as_it_comes(http: httpx.Client) -> N
     assert code_of(answer) == (413, "body_too_large")
 
 
+async def test_a_sender_that_falls_silent_in_its_body_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent = iter([{"type": "http.request", "body": b"{", "more_body": True}])
+
+    async def receive() -> Any:
+        for message in sent:
+            return message
+        return await asyncio.Future()
+
+    for limit in ("PIECE_S", "JSON_BODY_S"):
+        with monkeypatch.context() as patch:
+            patch.setattr(request_body, limit, 0.01)
+            request = Request({"type": "http", "headers": []}, receive)
+            with pytest.raises(GatewayError) as found:
+                await request_body.json_body(request, 1000)
+            assert found.value.answer.status_code == 408
+
+
 def test_a_file_that_is_too_large_is_refused(http: httpx.Client) -> None:
     answer = http.post(
         "/v1/files", files={"file": ("x", b" " * 1_100_000)}, data={"purpose": "batch"}
@@ -96,8 +119,9 @@ def test_a_file_that_is_too_large_is_refused(http: httpx.Client) -> None:
 def test_what_is_not_there_is_said_in_the_same_shape(http: httpx.Client) -> None:
     assert code_of(http.get("/v1/embeddings")) == (404, "not_found")
     answer = http.get("/v1/completions")
-    assert code_of(answer) == (405, "http_error")
+    assert code_of(answer) == (405, "method_not_allowed")
     assert "POST" in answer.headers["allow"]
+    assert "use POST" in answer.json()["error"]["message"]
     for path in (
         "/v1/files/..%2f..%2fetc",
         "/v1/files/file-0",

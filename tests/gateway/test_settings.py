@@ -92,6 +92,14 @@ def key_file(tmp_path: Path) -> tuple[Path, str]:
     return path, key
 
 
+def test_a_key_is_made_for_a_tenant_that_may_be_one_and_named_as_one_likes(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="tenant"):
+        new_key("a b")
+    path = tmp_path / "keys.toml"
+    path.write_text(new_key("alice", 'the "other" laptop')[1])
+    assert [entry.name for entry in read_keys(path)] == ['the "other" laptop']
+
+
 def test_a_key_leads_to_its_tenant_and_the_file_holds_its_digest_only(
     key_file: tuple[Path, str],
 ) -> None:
