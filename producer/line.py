@@ -80,15 +80,20 @@ class _Replies(asyncio.Protocol):
             replyError=wire._parser.parse_error,
             notEnoughData=_PART,
         )
+        self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[Any] | None = None
-        self._timer: asyncio.TimerHandle
+        self._due = 0.0
+        """When it has waited long enough, by the loop's clock."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Goes off when the reply was due that was waited for as it was set: one for many calls."""
         self.transport.set_protocol(self)
 
     def expect(self, timeout_s: float) -> asyncio.Future[Any]:
         """The next reply. What Redis refuses is one too, as an exception that is not raised."""
-        loop = asyncio.get_running_loop()
-        self._waiter = waiter = loop.create_future()
-        self._timer = loop.call_later(timeout_s, self._fail, TimeoutError("No reply in time"))
+        self._waiter = waiter = self._loop.create_future()
+        self._due = self._loop.time() + timeout_s
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._due, self._look)
         return waiter
 
     def data_received(self, data: bytes) -> None:
@@ -102,19 +107,27 @@ class _Replies(asyncio.Protocol):
         waiter = self._waiter
         if reply is not _PART and waiter is not None:
             self._waiter = None
-            self._timer.cancel()
             if not waiter.done():
                 waiter.set_result(reply)
         return None
 
     def connection_lost(self, error: Exception | None) -> None:
         self.open = False
+        if self._timer is not None:
+            self._timer.cancel()
         self._fail(ConnectionError(f"Connection closed by server: {error or 'no reason given'}"))
         self._before.connection_lost(error)
 
+    def _look(self) -> None:
+        self._timer = None
+        if self._waiter is None:
+            return
+        if self._loop.time() >= self._due:
+            self._fail(TimeoutError("Timeout reading from socket"))
+        else:
+            self._timer = self._loop.call_at(self._due, self._look)
+
     def _fail(self, error: Exception) -> None:
         waiter, self._waiter = self._waiter, None
-        if waiter is not None:
-            self._timer.cancel()
-            if not waiter.done():
-                waiter.set_exception(error)
+        if waiter is not None and not waiter.done():
+            waiter.set_exception(error)

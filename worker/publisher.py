@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Protocol
@@ -209,15 +210,12 @@ class Publisher:
 def _sorted(jobs: Iterable[Job]) -> tuple[list[Job], list[list[Job]]]:
     """Jobs to finish, and those to emit for by their partition; suspended ones are neither."""
     ended: list[Job] = []
-    groups: dict[int, list[Job]] = {}
+    groups: defaultdict[int, list[Job]] = defaultdict(list)
     for job in jobs:
         if job.suspended:
             continue
         if job.stage in _LOGGING:
-            group = groups.get(job.partition)
-            if group is None:
-                group = groups[job.partition] = []
-            group.append(job)
+            groups[job.partition].append(job)
         elif job.stage is Stage.ENDED:
             ended.append(job)
     return ended, list(groups.values())

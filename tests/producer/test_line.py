@@ -1,0 +1,119 @@
+"""The connection kept for calls that are made many times a second."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from redis.exceptions import ConnectionError, NoScriptError, ResponseError, TimeoutError
+
+from tokenfleet.producer.line import Line
+from tokenfleet.producer.scripts import Script
+from tokenfleet.worker.claims import flat
+
+
+@asynccontextmanager
+async def line_to(lab: Any, change: Callable[[Any], None] = lambda _wire: None) -> AsyncIterator:
+    def make() -> Any:
+        wire = lab.connection.line_to(0)
+        change(wire)
+        return wire
+
+    line = Line(make)
+    try:
+        yield line
+    finally:
+        await line.hang_up()
+
+
+async def test_all_calls_go_over_one_connection_refused_ones_too(valkey_lab):
+    async with line_to(valkey_lab) as line:
+        first = await line.execute_command("CLIENT ID")
+        with pytest.raises(NoScriptError):
+            await line.execute_command("EVALSHA", "0" * 40, 0)
+        with pytest.raises(ResponseError, match="wrong number of arguments"):
+            await line.execute_command("GET")
+        assert await line.execute_command("CLIENT ID") == first
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 4097, 3_000_000])
+async def test_arguments_and_replies_of_every_size_come_whole(valkey_lab, size):
+    async with line_to(valkey_lab) as line:
+        for value in (b"\r\n" * (size // 2), b"x" * size):
+            assert await line.execute_command("ECHO", value) == value
+
+
+async def test_a_call_broken_off_leaves_its_reply_to_nobody(valkey_lab):
+    lab = valkey_lab
+    async with line_to(lab) as line:
+        before = await line.execute_command("CLIENT ID")
+        waiting = asyncio.create_task(line.execute_command("BLPOP", "nothing", 0))
+        await lab.until(lambda: _blocked(lab, 1))
+        assert line.busy
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await lab.raw.rpush("nothing", "late")
+        assert await line.execute_command("ECHO", "mine") == b"mine"
+        assert await line.execute_command("CLIENT ID") != before
+        await lab.raw.delete("nothing")
+
+
+async def test_a_reply_that_is_not_there_in_time_is_a_timeout_and_the_next_call_goes_on(valkey_lab):
+    wires: list[Any] = []
+    async with line_to(valkey_lab, wires.append) as line:
+        assert await line.execute_command("ECHO", "a") == b"a"
+        wires[0].socket_timeout = 0.01
+        with pytest.raises(TimeoutError):
+            await line.execute_command("BLPOP", "nothing", 0)
+        assert await line.execute_command("ECHO", "b") == b"b"
+
+
+async def test_a_connection_killed_under_a_call_raises_and_the_next_call_opens_another(valkey_lab):
+    lab = valkey_lab
+    async with line_to(lab) as line:
+        number = await line.execute_command("CLIENT ID")
+        waiting = asyncio.create_task(line.execute_command("BLPOP", "nothing", 0))
+        await lab.until(lambda: _blocked(lab, 1))
+        await lab.raw.client_kill_filter(_id=number)
+        with pytest.raises(ConnectionError):
+            await waiting
+        assert await line.execute_command("CLIENT ID") != number
+
+
+async def test_what_the_server_pushes_is_no_reply(valkey_lab):
+    def modern(wire: Any) -> None:
+        wire.protocol = 3
+
+    async with line_to(valkey_lab, modern) as line:
+        await line.execute_command("CLIENT", "TRACKING", "ON", "BCAST")
+        for value in ("a", "b", "c"):
+            await valkey_lab.raw.set("watched", value)
+            assert await line.execute_command("GET", "watched") == value.encode()
+        await valkey_lab.raw.delete("watched")
+
+
+async def test_scripts_that_run_often_have_a_connection_of_their_own_and_survive_its_loss(
+    bare_lab,
+):
+    lab, whoami = bare_lab, Script("whoami", "return redis.call('PING')['ok'] .. ARGV[3]")
+    queue = await lab.queue()
+    job_id = await lab.submit()
+    (job,) = await queue.claim(1)
+    run = queue.connection.run
+    said = await asyncio.gather(
+        *(run(whoami, 0, [], [n], patience_s=1.0, often=True) for n in range(9))
+    )
+    assert said == [f"PONG{n}".encode() for n in range(9)]
+    for offset in range(3):
+        await queue.emit([lab.emission(job, offset, lab.token(offset))])
+        await lab.raw.client_kill_filter(_type="normal", skipme=True)
+    assert [event.offset for event in await lab.log(job_id)] == [0, 1, 2]
+    assert await queue.finish(job, flat([]), None, state="cancelled")
+
+
+async def _blocked(lab: Any, count: int) -> bool:
+    return int((await lab.raw.info("clients"))["blocked_clients"]) == count
