@@ -23,8 +23,22 @@ README = (ROOT / "README.md").read_text()
 URL = "redis://localhost:6379/0"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+
+
+def ran(code: str, redis_url: str) -> str:
+    """What the code prints, run as it is written but for the server's address."""
+    assert code.count(URL) == 1, "only the address is replaced"
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace(URL, redis_url)],
+        capture_output=True,
+        text=True,
+        timeout=80,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def command_lines() -> list[str]:
@@ -61,16 +75,20 @@ def redis_url() -> Iterator[str]:
 def test_the_producer_code_runs_as_written(redis_url: str) -> None:
     code, _ = blocks("python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 13
-    assert code.count(URL) == 1, "only the address is replaced"
-    done = subprocess.run(
-        [sys.executable, "-c", code.replace(URL, redis_url)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+    assert ran(code, redis_url).rstrip().endswith("64 tokens, length, 1 attempt(s)")
+
+
+@pytest.mark.smollm2
+def test_what_the_producers_page_shows_backend_services_runs_as_written(redis_url: str) -> None:
+    script, service = blocks("python", (ROOT / "producer/README.md").read_text())
+    assert re.findall(r"(\d) and \1 is", ran(script, redis_url)) == ["0", "1", "2"]
+    asked = (
+        "from starlette.testclient import TestClient\n"
+        "with TestClient(app) as web:\n"
+        "    answer = web.post('/ask', json={'question': 'Why?'})\n"
+        "    print(answer.status_code, answer.headers['x-job-id'], answer.text)\n"
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.rstrip().endswith("64 tokens, length, 1 attempt(s)")
+    assert re.match(r"200 [0-9a-f-]{36}\.0 .*Why\?", ran(service + asked, redis_url), re.DOTALL)
 
 
 @pytest.mark.smollm2
