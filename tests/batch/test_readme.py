@@ -37,18 +37,17 @@ def test_every_command_is_shown() -> None:
     assert shown == {name for name in EXAMPLES if name.startswith("batch ")}
 
 
-async def test_the_example_in_python_runs_as_written(
+def test_the_example_in_python_runs_as_written(
     valkey: Any, requests: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for the server's address; every line of its file is refused, so no worker is needed."""
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     assert code.count("redis://localhost:6379/0") == 1
-    body = code.replace("redis://localhost:6379/0", valkey.url).replace("\n", "\n    ")
     monkeypatch.chdir(tmp_path)
     requests([{**line, "body": {"model": "m"}} for line in map(_line, "ab")])
     names: dict[str, Any] = {}
-    exec(f"async def main():\n    {body}\n    return report, summary", names)
-    report, summary = await names["main"]()
+    exec(code.replace("redis://localhost:6379/0", valkey.url), names)
+    report, summary = names["report"], names["summary"]
     assert report.codes == {"missing_required_parameter": 2}
     assert (summary.failed, summary.left) == (2, 0)
 
