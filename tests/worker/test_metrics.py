@@ -21,6 +21,7 @@ from tokenfleet.engine.stats import StepStats
 from tokenfleet.producer.errors import BrokerUnavailable
 from tokenfleet.worker.broker import Broker
 from tokenfleet.worker.observing.exporters import ExportConfig, Exporters
+from tokenfleet.worker.observing.instruments import MOST_GATHERED
 from tokenfleet.worker.observing.metrics import About, Instruments
 from tokenfleet.worker.observing.prometheus import Scrape
 from tokenfleet.worker.observing.queue_watch import QueueWatch
@@ -125,6 +126,17 @@ def test_steps_show_bytes_read_and_where_the_time_went(bench: Bench) -> None:
     assert bench.value(name, phase="other") == 0.25
     assert bench.value("tokenfleet_token_budget_tokens") == 100
     assert bench.value("tokenfleet_slots") == 8
+
+
+@pytest.mark.parametrize("steps", [1, MOST_GATHERED, MOST_GATHERED + 3])
+def test_every_page_shows_all_steps_and_flushes_so_far_each_once(bench: Bench, steps: int) -> None:
+    for _ in range(steps):
+        bench.instruments.step(StepStats(step_s=0.004))
+        bench.instruments.flushed(0.002)
+    for name, each in (("step_duration", 0.004), ("flush_duration", 0.002)):
+        for _ in range(2):
+            assert bench.value(f"tokenfleet_{name}_seconds_count") == steps
+            assert bench.value(f"tokenfleet_{name}_seconds_sum") == pytest.approx(steps * each)
 
 
 def test_errors_and_retries_of_the_engine_are_counted(bench: Bench) -> None:

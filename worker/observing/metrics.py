@@ -15,7 +15,14 @@ from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from tokenfleet.engine.stats import StepStats
 from tokenfleet.producer import semconv
-from tokenfleet.worker.observing.instruments import GAUGES, PHASES, TOTALS, Histograms, Tally
+from tokenfleet.worker.observing.instruments import (
+    GAUGES,
+    PHASES,
+    TOTALS,
+    Gathered,
+    Histograms,
+    Tally,
+)
 
 LEFT_AS = ("finished", "failed", "cancelled", "expired", "released", "lost")
 """States in which a job leaves a worker."""
@@ -52,6 +59,8 @@ class Instruments:
         self._ready: Callable[[], bool] | None = None
         self._broker: Callable[[], bool] | None = None
         self._histograms = Histograms.create(meter)
+        self._steps = Gathered(self._histograms.step, self._labels)
+        self._flushes = Gathered(self._histograms.flush, self._labels)
         self._counters = {name: Tally(meter, name, text) for name, (_, text) in TOTALS.items()}
         self._make_counters(meter)
         self._make_gauges(meter)
@@ -180,7 +189,7 @@ class Instruments:
 
     def step(self, stats: StepStats) -> None:
         self._last = stats
-        self._histograms.step.record(stats.step_s, self._labels)
+        self._steps.record(stats.step_s)
         for name, (field, _) in TOTALS.items():
             if grown := self._grown(name, getattr(stats, field)):
                 self._counters[name].add(grown, self._labels)
@@ -201,7 +210,7 @@ class Instruments:
         self._restarts.add(1, self._labels)
 
     def flushed(self, seconds: float) -> None:
-        self._histograms.flush.record(seconds, self._labels)
+        self._flushes.record(seconds)
 
     # the worker and its surroundings
 
@@ -259,6 +268,8 @@ class Instruments:
         return [] if self._dead is None else [Observation(self._dead)]
 
     def _read_info(self, _: CallbackOptions) -> Iterable[Observation]:
+        self._steps.hand_over()  # readings come before the histograms in every collection
+        self._flushes.hand_over()
         about = self._about
         who = {semconv.WORKER: about.worker_id, semconv.VERSION: about.version}
         return [Observation(1, {**self._labels, **who})]
