@@ -13,7 +13,7 @@ from tokenfleet.engine.errors import ConfigError
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 QUANTIZATIONS = (None, "int8", "fp8", "fp8_block")
-KV_CACHE_DTYPES = ("auto", "fp8", "int8")
+KV_CACHE_DTYPES = ("auto", "model", "fp8", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class EngineConfig:
     per output and per token), "fp8_block" (per 128 x 128 weights and per 128 inputs). On a CPU FP8
     only computes what a GPU would, slowly. None = as the checkpoint is, which may be FP8."""
     kv_cache_dtype: str = "auto"
-    """auto = the model's dtype. "fp8": half the memory of 16 bits, over the checkpoint's scales
-    (1 where it brings none); on a CPU slow. "int8" (on a CPU): 68 bytes for 64 values, a scale for
-    each token and head."""
+    """auto = int8 beside quantization "int8", else the model's dtype, which "model" always means.
+    "int8" (on a CPU): half the memory of 16 bits, a scale for each token and head. "fp8": the same
+    over the checkpoint's scales (1 where it brings none); on a CPU slow."""
     seed: int | None = None
     """Source of the seeds of requests that bring none; None = random."""
 

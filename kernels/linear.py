@@ -67,13 +67,18 @@ class PackedWeight:
 
 
 def pack_linear(
-    weight: Tensor, bias: Tensor | None = None, *, quantization: str | None = None
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    quantization: str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> PackedWeight:
     """Pack weight [out, in] and bias [out]; nothing else keeps them alive.
 
     quantization None keeps the weight's values and dtype; "int8" rounds each output's weights to
     int8 by its own scale, and `linear` rounds each token's activations likewise; "fp8" does the
-    same in FP8, "fp8_block" in blocks of 128 x 128 (activations: groups of 128).
+    same in FP8, "fp8_block" in blocks of 128 x 128 (activations: groups of 128). dtype: of inputs
+    and outputs, where quantization is "int8"; None = the weight's.
     """
     if quantization not in (None, *QUANTIZATIONS):
         raise ValueError(
@@ -83,8 +88,9 @@ def pack_linear(
         form: fp8.Form = "rows" if quantization == "fp8" else "blocks"
         return pack_fp8(*fp8.quantize_weight(weight, form), bias, dtype=weight.dtype)
     out_features, in_features = weight.shape
-    bias = None if bias is None else bias.to(weight.dtype).contiguous()
-    shape = (out_features, in_features, weight.dtype)
+    dtype = dtype if dtype is not None and quantization == "int8" else weight.dtype
+    bias = None if bias is None else bias.to(dtype).contiguous()
+    shape = (out_features, in_features, dtype)
     library = compiled(weight)
     features = library.tf_linear_features() if library else 0
     if quantization == "int8":

@@ -88,8 +88,9 @@ class WorkerSettings(BaseSettings):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     quantization: Literal["int8", "fp8", "fp8_block"] | None = None
-    kv_cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
-    """fp8, int8 (on a CPU): half the memory of a cache in 16 bits."""
+    kv_cache_dtype: Literal["auto", "model", "fp8", "int8"] = "auto"
+    """fp8, int8 (on a CPU): half the memory of 16 bits; auto = int8 beside quantization int8, else
+    the model's."""
 
     lease_s: Positive = 30.0
     """How long a job stays this worker's without a renewal; others wait this long after a crash."""

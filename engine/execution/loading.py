@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tokenfleet.engine.config import EngineConfig
+from tokenfleet.engine.errors import CheckpointError, InvalidRequest
 from tokenfleet.engine.execution.buckets import Bucket, decode_buckets, mixed_buckets
 from tokenfleet.engine.execution.capture import Capture
 from tokenfleet.engine.execution.flight import Flight, Outcome
@@ -37,10 +39,14 @@ from tokenfleet.engine.model.decoder import Decoder
 from tokenfleet.engine.model.families import read_spec
 from tokenfleet.engine.model.loader import load_decoder
 from tokenfleet.engine.model.mlp import MoeMlp
+from tokenfleet.engine.model.smoothing import SAMPLE
 from tokenfleet.engine.model.spec import ModelSpec
 from tokenfleet.engine.scheduling.plan import StepPlan
+from tokenfleet.engine.text import TextCodec
 from tokenfleet.engine.traffic import NO_TRAFFIC, Traffic, traffic_of
 from tokenfleet.kernels.backend import uses_triton
+
+logger = logging.getLogger("tokenfleet.engine")
 
 
 class RunsSteps(Protocol):
@@ -118,8 +124,18 @@ def load_model(
             device=device,
             quantization=config.quantization,
             kv_dtype=kv_cache_dtype(config),
+            sample=_sample(path) if config.quantization == "int8" else (),
         )
     return place_model(config, decoder, known_tokens, capture)
+
+
+def _sample(path: Path) -> list[int]:
+    """Tokens of the text by which int8 layers are smoothed; none where there is no tokenizer."""
+    try:
+        return TextCodec.load(path).encode(SAMPLE)
+    except (CheckpointError, InvalidRequest) as error:
+        logger.warning("int8 rounds activations more coarsely than it could: %s", error)
+        return []
 
 
 def place_model(

@@ -63,15 +63,20 @@ class WeightUpdate:
         with torch.inference_mode(), self._open() as source:
             loader = self._loader(source, decoder.device)
             _overwrite(decoder.embedding, loader.embedding())
-            for i, layer in enumerate(decoder.layers):
-                _overwrite(layer, loader.layer(i, layer.attention.cos_sin))
+            tables = [layer.attention.cos_sin for layer in decoder.layers]
+            new = loader.layers(decoder.embedding, tables)
+            for layer, with_new in zip(decoder.layers, new, strict=True):
+                _overwrite(layer, with_new)
             _overwrite(decoder.final_norm, loader.final_norm())
             _overwrite(decoder.lm_head, loader.head(decoder.embedding))
 
     def _loader(self, source: TensorSource, device: torch.device) -> Loader:
         d = self._decoder
         stacked = any(isinstance(layer.mlp, GroupedMoeMlp) for layer in d.layers)
-        return Loader(source, d.spec, d.dtype, device, self._quantization, d.kv_dtype, stacked)
+        return Loader(
+            source, d.spec, d.dtype, device, self._quantization, d.kv_dtype, stacked,
+            sample=d.sample,
+        )  # fmt: skip
 
 
 def _opener(given: NewWeights) -> Callable[[], AbstractContextManager[TensorSource]]:
@@ -147,6 +152,7 @@ def moved(decoder: Decoder, move: Callable[[Tensor], Tensor]) -> Decoder:
         final_norm=one(decoder.final_norm),
         lm_head=_moved(decoder.lm_head, one),
         kv_dtype=decoder.kv_dtype,
+        sample=decoder.sample,
     )
 
 

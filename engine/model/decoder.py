@@ -13,8 +13,10 @@ from torch import Tensor
 
 from tokenfleet.engine.model import one_row
 from tokenfleet.engine.model.layer import Attention, Layer
+from tokenfleet.engine.model.mlp import DenseMlp
 from tokenfleet.engine.model.spec import ModelSpec
 from tokenfleet.kernels.fp8 import FP8, Fp8Rows, Fp8Scales
+from tokenfleet.kernels.gated import gated_linear
 from tokenfleet.kernels.linear import PackedWeight, linear
 from tokenfleet.kernels.norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool, paged_attention
@@ -37,6 +39,7 @@ class Decoder:
         final_norm: Tensor,
         lm_head: PackedWeight,
         kv_dtype: torch.dtype | None = None,
+        sample: Sequence[int] = (),
     ) -> None:
         self.spec = spec
         self.embedding = embedding  # [vocab_size, H]
@@ -46,6 +49,7 @@ class Decoder:
         self.dtype = embedding.dtype
         self.kv_dtype = kv_dtype or self.dtype  # of cached keys and values; FP8: over kv_scales
         self.device = embedding.device
+        self.sample = tuple(sample)  # what layers in int8 are smoothed by; empty: they are not
         # rounded to the weights' dtype, as the models were trained
         self._embedding_scale = torch.tensor(spec.embedding_scale).to(self.dtype).item()
 
@@ -115,6 +119,12 @@ class Decoder:
         Not cleared: attention reads no position that was not written, and on a CPU memory that no
         block has used yet is then never touched.
         """
+        return self.make_pools_for(self.layers, num_blocks, block_size)
+
+    def make_pools_for(
+        self, layers: Sequence[Layer], num_blocks: int, block_size: int
+    ) -> list[KVPool]:
+        """The same for layers that need not be the decoder's."""
         shape = (num_blocks, self.spec.num_kv_heads, block_size, self.spec.head_dim)
 
         def blocks() -> Tensor:
@@ -125,8 +135,7 @@ class Decoder:
             return torch.empty(shape[:3], device=self.device) if in_int8 else None
 
         fixed = [
-            layer.attention.kv_scales if self.kv_dtype == FP8 else (1.0, 1.0)
-            for layer in self.layers
+            layer.attention.kv_scales if self.kv_dtype == FP8 else (1.0, 1.0) for layer in layers
         ]
         return [KVPool(blocks(), blocks(), *pair, scales(), scales()) for pair in fixed]
 
@@ -135,6 +144,24 @@ class Decoder:
         rows = self.spec.num_kv_heads * block_size
         scale = _SCALE_BYTES if self.kv_dtype == torch.int8 else 0
         return 2 * len(self.layers) * rows * (self.spec.head_dim * self.kv_dtype.itemsize + scale)
+
+    def watch(
+        self,
+        layer: Layer,
+        added: Tensor | None,
+        residual: Tensor,
+        batch: AttentionBatch,
+        pool: KVPool,
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
+        """One dense layer in 16 or 32 bits: what its QKV, gate-up and down projections are given;
+        what it adds to the residual stream; the residual stream."""
+        mlp = layer.mlp
+        assert isinstance(mlp, DenseMlp)
+        x, residual = self._enter(added, residual, layer.attn_in)
+        out = self._leave(self._attend(x, layer.attention, batch, pool), layer.attn_out)
+        y, residual = self._enter(out, residual, layer.mlp_in)
+        wide = gated_linear(y, mlp.gate_up, mlp.gate)
+        return (x, y, wide), self._leave(linear(wide, mlp.down), layer.mlp_out), residual
 
     @overload
     def _enter(

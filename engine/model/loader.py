@@ -2,11 +2,11 @@
 
 A parameter is built from named tensors whose shapes are checked against the spec, so it is written
 in full and once; the checkpoint refuses what is left over. Beyond the model itself there is never
-more than one layer's projection in memory.
+more in memory than one layer's projection, or, where layers are smoothed, one layer.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from tokenfleet.engine.model.fp8_weights import STORED, is_in_fp8, take_fp8, tak
 from tokenfleet.engine.model.layer import Attention, Layer
 from tokenfleet.engine.model.mlp import GATES, DenseMlp, GroupedMoeMlp, MoeMlp
 from tokenfleet.engine.model.rope import cos_sin_table
+from tokenfleet.engine.model.smoothing import Calibration, can_smooth, smooth
 from tokenfleet.engine.model.spec import LayerSpec, ModelSpec, MoESpec
 from tokenfleet.engine.model.tensor_source import TensorSource
 from tokenfleet.kernels.backend import uses_triton
@@ -38,12 +39,15 @@ def load_decoder(
     device: torch.device | str,
     quantization: str | None = None,
     kv_dtype: torch.dtype | None = None,
+    sample: Sequence[int] = (),
 ) -> Decoder:
     """The decoder of the checkpoint in directory `path`, its weights converted to `dtype`.
 
     quantization: of the layers' projections, as pack_linear takes it; embeddings, output head,
     routers and norms stay in `dtype`. A checkpoint in FP8 keeps the form it has. kv_dtype: what
     keys and values are cached in, FP8 over the checkpoint's scales or 1; None = `dtype`.
+    sample: tokens of a text, by which layers in int8 are smoothed (smoothing.py); none = they are
+    not.
 
     Raises CheckpointError, naming file and tensor, and ConfigError for float16 where the model is
     known to leave its range, and for another quantization than the checkpoint's own.
@@ -60,7 +64,7 @@ def load_decoder(
         )
     with torch.no_grad(), Checkpoint(path) as checkpoint:
         return Loader(
-            checkpoint, spec, dtype, torch.device(device), quantization, kv_dtype
+            checkpoint, spec, dtype, torch.device(device), quantization, kv_dtype, sample=sample
         ).decoder()
 
 
@@ -78,6 +82,8 @@ class Loader:
     quantization: str | None
     kv_dtype: torch.dtype | None
     stacked: bool | None = None  # experts in one tensor; None: as the device computes them
+    sample: Sequence[int] = ()  # what layers in int8 are smoothed by
+    plain: bool = False  # projections stay as they are read, to be packed later
 
     def decoder(self) -> Decoder:
         spec = self.spec
@@ -91,11 +97,25 @@ class Loader:
         return Decoder(
             spec,
             embedding=embedding,
-            layers=[self.layer(i, tables[layer.rope]) for i, layer in enumerate(spec.layers)],
+            layers=list(self.layers(embedding, [tables[layer.rope] for layer in spec.layers])),
             final_norm=self.final_norm(),
             lm_head=self.head(embedding),
             kv_dtype=self.kv_dtype,
+            sample=self.sample,
         )
+
+    def layers(self, embedding: Tensor, cos_sin: Sequence[Tensor]) -> Iterator[Layer]:
+        """All layers over their rotary tables, one after the other; in int8 smoothed by the sample,
+        where there is one and the model allows it."""
+        smoothed = self.sample and self.quantization == "int8" and can_smooth(self.spec)
+        if not smoothed or self.device.type == "meta":
+            yield from (self.layer(i, table) for i, table in enumerate(cos_sin))
+            return
+        calibration = Calibration(self.spec, embedding, self.sample)
+        wide = replace(self, plain=True)
+        for i, table in enumerate(cos_sin):
+            layer = wide.layer(i, table)
+            yield smooth(layer, calibration.factors(layer))
 
     def embedding(self) -> Tensor:
         """[vocab_size, H]."""
@@ -211,7 +231,10 @@ class Loader:
             return pack_fp8(codes, scales, bias_column, dtype=self.dtype)
         weights = [self._view(f"{m}.weight", n, columns) for m, n in zip(modules, rows)]
         quantization = self.quantization if fp8 is None else None  # what FP8 left out stays wide
-        return pack_linear(self._stack(weights), bias_column, quantization=quantization)
+        whole = self._stack(weights)
+        if self.plain:
+            return PackedWeight(len(whole), columns, self.dtype, "plain", whole, bias_column)
+        return pack_linear(whole, bias_column, quantization=quantization)
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
         return self._stack([self._view(name, *shape)])

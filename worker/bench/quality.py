@@ -24,7 +24,9 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     BASE: {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "float16": {"dtype": "float16"},
+    "bfloat16, KV int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
     "int8": {"quantization": "int8"},
+    "int8, KV in 16 bits": {"quantization": "int8", "kv_cache_dtype": "model"},
 }
 
 

@@ -1,0 +1,36 @@
+"""What `auto` means where the weights are in int8, and what a device refuses."""
+
+import pytest
+import torch
+
+from tokenfleet.engine import Engine, EngineConfig
+from tokenfleet.engine.errors import ConfigError
+from tokenfleet.engine.execution.placement import check_quantization
+
+
+@pytest.mark.parametrize(
+    ("settings", "cached"),
+    [
+        ({}, torch.bfloat16),
+        ({"quantization": "int8"}, torch.int8),
+        ({"quantization": "int8", "kv_cache_dtype": "model"}, torch.bfloat16),
+        ({"kv_cache_dtype": "int8"}, torch.int8),
+        ({"kv_cache_dtype": "fp8"}, torch.float8_e4m3fn),
+    ],
+    ids=str,
+)
+def test_keys_and_values_are_cached_in(tiny_random, settings, cached):
+    engine = Engine(
+        EngineConfig(
+            tiny_random("llama"), device="cpu", dtype="bfloat16", num_blocks=40, **settings
+        )
+    )
+    assert engine.core.runner.pools[0].k.dtype == cached
+
+
+@pytest.mark.parametrize("name", ["quantization", "kv_cache_dtype"])
+def test_int8_is_refused_on_cuda_by_name(tmp_path, name):
+    config = EngineConfig(tmp_path, **{name: "int8"})
+    check_quantization(config, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=f"{name} 'int8' is not available on cuda; use 'fp8'"):
+        check_quantization(config, torch.device("cuda"))
