@@ -11,7 +11,7 @@ from tokenfleet.engine.request import CoreEvent, EngineRequest
 from tokenfleet.engine.sampling_params import SamplingParams
 from tokenfleet.engine.stats import StepStats
 from tokenfleet.worker.engine_link import frames
-from tokenfleet.worker.engine_link.outbox import Outbox
+from tokenfleet.worker.engine_link.outbox import TOO_LARGE, Outbox
 
 
 @pytest.fixture
@@ -70,6 +70,29 @@ def test_merged_events_keep_their_logprobs_their_end_and_their_preemptions(
     assert step[1] == [["a", 0, [1, 2], "stop", [{1: -0.5}, {2: -0.25}], [None, {7: -1.0}], None]]
     assert frames.unpack_stats(step[2]).preempted_ids == ["b", "c"]
     assert step[3] == 1
+
+
+def test_what_no_frame_holds_comes_in_several_and_what_fits_none_is_refused_alone(
+    pipe: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 4_000)
+    ours, theirs = pipe
+    outbox = Outbox(ours)
+    sizes = {"a": 100, "b": 100, "huge": 500, "c": 100, "d": 1}
+    events = [
+        CoreEvent(id, 0, [1], prompt_logprobs=[{7: -1.0}] * size) for id, size in sizes.items()
+    ]
+    outbox.put(events, StepStats(step=3, preempted_ids=["e"]), 2)
+    outbox.put([CoreEvent("b", 0, [2])], StepStats(step=4), 1)
+    read = read_all(theirs, outbox)
+    steps = [f for f in read if f[0] == frames.STEP]
+    said = [(e[0], e[2], len(e[5] or ())) for f in steps for e in f[1]]
+    assert said == [(id, [1], n) for id, n in sizes.items() if id != "huge"] + [("b", [2], 0)]
+    assert [id for f in steps for id in frames.unpack_stats(f[2]).preempted_ids] == ["e"]
+    assert [f[3] for f in steps] == [2] * (len(steps) - 1) + [1]
+    ((id, code, why),) = [f[1:] for f in read if f[0] == frames.REFUSED]
+    assert (id, code) == ("huge", TOO_LARGE)
+    assert "at most 4000 at once" in why
 
 
 @pytest.mark.parametrize("piece", [1, 3, 7, 1000])

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from tokenfleet.engine.request import CoreEvent
 from tokenfleet.engine.stats import StepStats
 from tokenfleet.worker.engine_link import frames
+
+TOO_LARGE = "report_too_large"
+"""Code of a sequence whose logprobs no frame can hold."""
 
 
 class Outbox:
@@ -71,13 +75,30 @@ class Outbox:
         """Turn the merged events into a frame."""
         if self._stats is None:
             return
-        events = list(self._events.values())
         stats = frames.unpack_stats(self._stats)
         stats.preempted_ids = self._preempted
-        self._unsent += frames.encode(
-            frames.STEP, events, frames.pack_stats(stats), self._free_slots
-        )
+        self._unsent += self._frames(list(self._events.values()), stats)
         self._events, self._stats, self._preempted = {}, None, []
+
+    def _frames(self, events: list[list[Any]], stats: StepStats) -> bytes:
+        """One frame, or as many as it takes for what a frame does not hold.
+
+        Logprobs of long prompts are that large. A sequence whose event alone is too large is
+        refused instead: it ends with that reason, and the others go on.
+        """
+        step = frames.encode(frames.STEP, events, frames.pack_stats(stats), self._free_slots)
+        if len(step) <= frames.MAX_FRAME_BYTES or not events:
+            return step
+        if len(events) == 1:
+            why = (
+                f"its logprobs take {len(step)} bytes, and an engine reports at most "
+                f"{frames.MAX_FRAME_BYTES} at once; ask for fewer, or of a shorter prompt"
+            )
+            refused = frames.encode(frames.REFUSED, events[0][0], TOO_LARGE, why)
+            return refused + self._frames([], stats)
+        half = len(events) // 2
+        first = self._frames(events[:half], replace(stats, preempted_ids=[]))
+        return first + self._frames(events[half:], stats)
 
     def _merge(self, event: CoreEvent) -> None:
         held = self._events.get((event.id, event.choice))
