@@ -1,4 +1,4 @@
-"""Batches that are submitted, cancelled and collected: by whom, and what is left to be done then."""
+"""Batches that are submitted, cancelled and collected: by whom, and what is left to do then."""
 
 from __future__ import annotations
 
