@@ -186,12 +186,12 @@ async def test_an_ending_that_comes_too_late_changes_nothing(fleet, until) -> No
 
 
 async def test_leases_are_renewed_while_the_engine_is_in_a_long_step(fleet, until) -> None:
-    fleet.worker(lease_s=0.6, step_limit_s=60)
-    watcher = fleet.worker(lease_s=0.6)  # its reaper would take the job
+    fleet.worker(lease_s=1.2, step_limit_s=60)
+    watcher = fleet.worker(lease_s=1.2)  # its reaper would take the job
     job = await fleet.submit()
     await until(lambda: any(job in engine.requests for engine in fleet.engines))
     engine = next(e for e in fleet.engines if job in e.requests)
-    await asyncio.sleep(2.0)  # more than three leases without a word from the engine
+    await asyncio.sleep(3.7)  # more than three leases without a word from the engine
     assert await fleet.field(job, "attempt") == "1"
     engine.say(job, "x", "stop")
     await until(lambda: fleet.is_(job, "finished"))
@@ -255,7 +255,8 @@ async def test_no_step_runs_with_an_empty_slot_while_jobs_wait(fleet, until, mon
         lambda self, stats: ran.append(stats.running),
     )
     jobs = [await fleet.submit(sampling={"max_tokens": 10 + 7 * (i % 5)}) for i in range(30)]
-    fleet.worker(simulated=True, simulated_step_ms=10, max_num_seqs=4, prefetch=8)
+    # what is prefetched lasts for nearly a second: that long the machine may hold the worker up
+    fleet.worker(simulated=True, simulated_step_ms=20, max_num_seqs=4, prefetch=8)
     for job in jobs:
         await until(lambda job=job: fleet.is_(job, "finished"))
     last_full = len(ran) - 1 - ran[::-1].index(4)
