@@ -76,14 +76,15 @@ local function hearers(id)
   return tonumber(redis.call('PUBSUB', kind, log_key(id))[2])
 end
 
--- True when the job is to end with its subscribers, has had one, and has none.
-local function abandoned(id, job)
-  return job.on_disconnect == 'cancel' and job.watched and hearers(id) == 0
+-- True when the job is to end with its subscribers, has had one, and has none; `heard`: how many heard
+-- an event that was announced just now, where one was.
+local function abandoned(id, job, heard)
+  return job.on_disconnect == 'cancel' and job.watched and (heard or hearers(id)) == 0
 end
 
 -- The same for so long that they are not about to reconnect (Redis may just have come back). Needs alone.
-local function forsaken(id, job, now)
-  if not abandoned(id, job) then
+local function forsaken(id, job, now, heard)
+  if not abandoned(id, job, heard) then
     if job.alone then redis.call('HDEL', job_key(id), 'alone') end
     return false
   end

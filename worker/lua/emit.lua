@@ -12,16 +12,6 @@
 
 local now, replies = now_ms(), {}
 
-local function watch(id, job, key, heard)
-  if job.on_disconnect ~= 'cancel' or not job.watched or heard == nil then return false end
-  if heard > 0 then
-    if job.alone then redis.call('HDEL', key, 'alone') end
-    return false
-  end
-  if not job.alone then redis.call('HSET', key, 'alone', now) end
-  return now - tonumber(job.alone or now) >= GRACE_MS
-end
-
 local function emit(key, id, attempt, events)
   local job = fields(key, 'state', 'attempt', 'offset', 'last', 'cancel', 'deadline', 'on_disconnect', 'watched', 'alone')
   if job.state ~= 'running' or tonumber(job.attempt) ~= attempt then return 1, 0 end
@@ -30,7 +20,7 @@ local function emit(key, id, attempt, events)
     code, offset = 2, tonumber(job.offset)
   else
     redis.call('HSET', key, 'offset', offset, 'last', last)
-    if watch(id, job, key, heard) then
+    if forsaken(id, job, now, heard) then
       redis.call('HSET', key, 'cancel', 1)
       job.cancel = '1'
     end
