@@ -14,6 +14,8 @@ from tokenfleet.engine.sampling_params import SamplingParams
 from tokenfleet.engine.text import TextDelta
 from tokenfleet.producer import protocol
 from tokenfleet.producer.protocol import Event, JobRequest
+from tokenfleet.worker.claims import flat
+from tokenfleet.worker.drafts import new_draft, pack_draft
 from tokenfleet.worker.engine_link.engine_process import StepEvent
 from tokenfleet.worker.jobs import MOVES, Ending, Job, Stage, arrived, take
 from tokenfleet.worker.queue import ClaimedJob
@@ -125,6 +127,28 @@ def test_events_once_handed_out_keep_their_boundaries() -> None:
     say(job, "cd")
     assert taken(job)[0] == first
     assert [(e.offset, e.text) for e in taken(job)] == [(0, "ab"), (2, "cd")]
+
+
+def test_what_is_logged_again_is_what_has_arrived_and_not_what_is_on_its_way() -> None:
+    logged = (Event(0, attempt=1, token_ids=(1, 2), text="ab"), Event(2, attempt=1, text="held"))
+    job = running(replace(CLAIMED, attempt=2, offset=2, logged=logged))
+    say(job, "c")
+    arrived_events = taken(job)
+    arrived([job])
+    say(job, "d")
+    take([job])
+    assert (job.logged, job.history) == (3, flat([*logged, *arrived_events]))
+
+
+@pytest.mark.parametrize("choice", [0, 1, 200])
+@pytest.mark.parametrize("token_ids", [(), (0,), (127, 128, 255, 256, 65_535, 65_536, 2**31)])
+@pytest.mark.parametrize("text", ["", "a", "é漢🙂" * 100])
+def test_a_draft_is_packed_as_its_event(choice: int, token_ids: tuple[int, ...], text: str) -> None:
+    draft = new_draft(choice, 3)
+    draft.offset, draft.text = 70_000, text
+    draft.token_ids += token_ids
+    assert pack_draft(draft) == draft.event().pack()
+    assert Event.unpack(pack_draft(draft)) == Event(70_000, choice, 3, token_ids, text)
 
 
 def test_the_first_ending_stands_and_late_tokens_are_ignored() -> None:
