@@ -22,13 +22,13 @@ from tokenfleet.worker.commands import bench_peers as cli_bench_peers
 from tokenfleet.worker.commands import bench_scaling as cli_bench_scaling
 from tokenfleet.worker.commands import bench_telemetry as cli_bench_telemetry
 from tokenfleet.worker.commands import config as cli_config
+from tokenfleet.worker.commands import dead as cli_dead
 from tokenfleet.worker.commands import demo as cli_demo
 from tokenfleet.worker.commands import gateway as cli_gateway
 from tokenfleet.worker.commands import jobs as cli_jobs
 from tokenfleet.worker.commands import queues as cli_queue
 from tokenfleet.worker.commands import rules as cli_rules
 from tokenfleet.worker.commands import top as cli_top
-from tokenfleet.worker.commands import upkeep as cli_upkeep
 from tokenfleet.worker.commands import worker as cli_worker
 
 EXAMPLES = {
@@ -120,15 +120,15 @@ def build(arguments: list[str]) -> typer.Typer:
     queue = _group("The jobs that wait and run.", app, "queue")
     _add(queue, "list", cli_queue.queue_list, "queue")
     _add(queue, "depth", cli_queue.queue_depth, "queue")
-    _add(queue, "ensure", cli_upkeep.queue_ensure, "queue")
+    _add(queue, "ensure", cli_queue.queue_ensure, "queue")
     _add(queue, "limit", cli_rules.queue_limit, "queue")
     _add(queue, "pause", cli_rules.queue_pause, "queue")
     _add(queue, "resume", cli_rules.queue_resume, "queue")
     dead = _group("The jobs that were given up.", app, "dead")
-    _add(dead, "list", cli_queue.dead_list, "dead")
-    _add(dead, "show", cli_queue.dead_show, "dead")
-    _add(dead, "replay", cli_queue.dead_replay, "dead")
-    _add(dead, "drop", cli_upkeep.dead_drop, "dead")
+    _add(dead, "list", cli_dead.dead_list, "dead")
+    _add(dead, "show", cli_dead.dead_show, "dead")
+    _add(dead, "replay", cli_dead.dead_replay, "dead")
+    _add(dead, "drop", cli_dead.dead_drop, "dead")
     config = _group("What a worker is started with.", app, "config")
     _add(config, "show", cli_config.config_show, "config")
     _add(app, "doctor", cli_queue.doctor)

@@ -1,8 +1,7 @@
-"""Commands about the fleet: queue list and depth, dead list, show and replay, doctor."""
+"""Commands about the fleet: queue list, depth and ensure, doctor."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,12 +13,7 @@ from tokenfleet.worker.commands.base import Namespace, Output, OutputOption, Red
 
 if TYPE_CHECKING:
     from tokenfleet.producer.connection import Connection
-    from tokenfleet.producer.protocol import JobRequest
     from tokenfleet.worker.commands.admin import Admin
-
-DEAD_COLUMNS = ("job_id", "died", "model", "attempt", "failures", "error_code", "error_message")
-
-DeadId = Annotated[str, typer.Argument(help="Job id, from `dead list`.", show_default=False)]
 
 
 def queue_list(
@@ -35,7 +29,7 @@ def queue_list(
         base.print_rows(columns, rows, output, empty="no queues yet", show=_show)
         return base.OK
 
-    base.run(_with_admin(work, redis_url, namespace), output)
+    base.run(with_admin(work, redis_url, namespace), output)
 
 
 def queue_depth(
@@ -59,78 +53,40 @@ def queue_depth(
             typer.echo("  ".join(f"{name} {count}" for name, count in counts.items()))
         return base.OK
 
-    base.run(_with_admin(work, redis_url, namespace), output)
+    base.run(with_admin(work, redis_url, namespace), output)
 
 
-def dead_list(
-    limit: Annotated[int, typer.Option(min=1, help="At most this many, the newest.")] = 100,
+def queue_ensure(
+    models: Annotated[
+        list[str], typer.Argument(help="What workers serve them as.", show_default=False)
+    ],
     redis_url: RedisUrl = base.DEFAULT_URL,
     namespace: Namespace = base.DEFAULT_NAMESPACE,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Show the jobs that were given up, and why."""
+    """Make a model's queues and consumer groups where they are not there.
 
-    async def work(admin: Admin) -> int:
-        rows = [_letter_row(letter) for letter in await admin.dead(limit)]
-        base.print_rows(DEAD_COLUMNS, rows, output, empty="no dead letters")
+    Workers do so themselves; this is for what looks at the queues before the first worker is up,
+    such as a scaler. What is there stays as it is.
+    """
+
+    async def work(connection: Connection) -> int:
+        from tokenfleet.producer.fleet import FleetReader
+        from tokenfleet.worker.queue import JobQueue
+
+        for model in models:
+            queue = JobQueue(connection, namespace=namespace, worker_id="ensure", model_name=model)
+            await queue.ensure()
+            await queue.aclose()
+        rows = [
+            {"model": depth.model, "priority": depth.priority, "waiting": depth.waiting}
+            for depth in await FleetReader(connection).queues()
+            if depth.model in models
+        ]
+        base.print_rows(("model", "priority", "waiting"), rows, output, empty="")
         return base.OK
 
-    base.run(_with_admin(work, redis_url, namespace), output)
-
-
-def dead_show(
-    job_id: DeadId,
-    with_prompt: Annotated[
-        bool, typer.Option("--with-prompt", help="Print what it said, too.")
-    ] = False,
-    redis_url: RedisUrl = base.DEFAULT_URL,
-    namespace: Namespace = base.DEFAULT_NAMESPACE,
-    output: OutputOption = Output.TEXT,
-) -> None:
-    """Show one dead letter and what it asked for."""
-
-    async def work(admin: Admin) -> int:
-        letter, request = await admin.dead_one(job_id)
-        described = _letter_row(letter) | _request_row(request, with_prompt=with_prompt)
-        if output is Output.JSON:
-            base.print_json(described)
-        else:
-            for name, value in described.items():
-                typer.echo(f"{name.replace('_', ' '):14} {value}")
-        return base.OK
-
-    base.run(_with_admin(work, redis_url, namespace), output)
-
-
-def dead_replay(
-    job_ids: Annotated[list[str] | None, typer.Argument(help="Which ones.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
-    redis_url: RedisUrl = base.DEFAULT_URL,
-    namespace: Namespace = base.DEFAULT_NAMESPACE,
-    output: OutputOption = Output.TEXT,
-) -> None:
-    """Submit dead letters again, as new jobs."""
-    if bool(job_ids) == every:
-        raise typer.BadParameter("give job ids, or --all", param_hint="JOB_IDS")
-
-    async def work(admin: Admin) -> int:
-        from tokenfleet.producer.errors import TokenfleetError
-
-        chosen = job_ids or [letter.job_id for letter in await admin.dead(10_000)]
-        rows, code = [], base.OK
-        for job_id in chosen:
-            row: dict[str, Any] = {"job_id": job_id, "new_job_id": None, "error": None}
-            try:
-                row["new_job_id"] = await admin.replay(job_id)
-            except TokenfleetError as error:
-                row["error"] = str(error)
-                code = base.SOME_FAILED
-            rows.append(row)
-        columns = ("job_id", "new_job_id", "error")
-        base.print_rows(columns, rows, output, empty="no dead letters")
-        return code
-
-    base.run(_with_admin(work, redis_url, namespace), output)
+    base.run(base.with_connection(work, redis_url, namespace), output)
 
 
 def doctor(
@@ -152,9 +108,11 @@ def doctor(
     base.run(base.with_connection(work, redis_url, namespace, ready=False), output)
 
 
-async def _with_admin(
+async def with_admin(
     work: Callable[[Admin], Awaitable[int]], redis_url: str, namespace: str
 ) -> int:
+    """The exit code of work on a namespace."""
+
     async def with_connection(connection: Connection) -> int:
         from tokenfleet.worker.commands.admin import Admin
 
@@ -169,22 +127,3 @@ def _show(column: str, value: Any) -> str:
     if value is True:
         return column
     return f"{value:.1f}" if column.endswith("_s") else str(value)
-
-
-def _letter_row(letter: Any) -> dict[str, Any]:
-    row = asdict(letter)
-    died = time.gmtime(row.pop("died_ms") / 1000)
-    return {"job_id": row.pop("job_id"), "died": time.strftime("%Y-%m-%dT%H:%M:%SZ", died), **row}
-
-
-def _request_row(request: JobRequest | None, *, with_prompt: bool) -> dict[str, Any]:
-    if request is None:
-        return {"request": "cannot be read"}
-    said = request.prompt or request.messages or request.prompt_token_ids or ""
-    kind = "prompt" if request.prompt else "messages" if request.messages else "prompt_token_ids"
-    return {
-        "tenant": request.tenant,
-        "sampling": request.sampling.to_wire(),
-        "metadata": dict(request.metadata),
-        kind: said if with_prompt else f"<{len(said)} long; see it with --with-prompt>",
-    }
