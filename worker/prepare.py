@@ -69,14 +69,15 @@ class Preparer:
             job.prepared(request, replayed)
             job.ready()
 
-    def warm(self) -> None:
-        """Load what the first chat would wait for, in the background."""
+    def warm(self, then: Callable[[], None]) -> None:
+        """Load what the first chat would wait for, and call `then`, both in the background."""
         with suppress(RuntimeError):  # closed meanwhile
-            self._threads.submit(self._warm)
+            self._threads.submit(self._warm, then)
 
-    def _warm(self) -> None:
+    def _warm(self, then: Callable[[], None]) -> None:
         with suppress(Exception):  # the job that needs it will say what is wrong
             self.codec.encode_chat([{"role": "user", "content": "hello"}])
+        then()
 
     def close(self) -> None:
         """End the thread; what it is doing is finished first."""

@@ -64,6 +64,7 @@ class WorkerService:
         started: monotonic time at which the process began, for the start-up figures.
         first_engine: one that was launched already (engine_link/engine_process.py: new_engine).
         make_engine: a handle for each new engine process; made from the settings when not given.
+        loaded: called once this process has loaded what it needs, maybe in a thread.
     """
 
     def __init__(
@@ -74,9 +75,11 @@ class WorkerService:
         started: float | None = None,
         first_engine: EngineHandle | None = None,
         make_engine: Callable[[], EngineHandle] | None = None,
+        loaded: Callable[[], None] = lambda: None,
     ) -> None:
         self._figures = StartFigures(started)
         self.settings = settings
+        self._loaded = loaded
         self._make_engine = make_engine or engines(settings, first_engine)
         self.worker_id = settings.worker_id or _new_worker_id()
         self.telemetry = telemetry or Telemetry.from_settings(settings, self.worker_id)
@@ -132,7 +135,9 @@ class WorkerService:
         self._figures.mark("broker_s")
         self._preparer.codec = codec
         if codec.chat_template is not None:
-            self._preparer.warm()
+            self._preparer.warm(self._loaded)
+        else:
+            self._loaded()
         return EXIT_OK
 
     def drain(self) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import structlog
 
 from tokenfleet.worker import doorbell
 from tokenfleet.worker.doorbell import Doorbell
+from tokenfleet.worker.prepare import Preparer
 
 ROUNDS = 30
 
@@ -36,3 +39,15 @@ async def test_a_bell_runs_out_well_before_its_socket_does(fleet) -> None:
     """A call that outlives its socket's timeout is an outage to the worker, every time."""
     pool = fleet.worker()._connection.client.connection_pool
     assert 0 < 2 * doorbell.BLOCK_MS / 1000 < pool.connection_kwargs["socket_timeout"]
+
+
+def test_that_all_is_loaded_is_said_also_where_the_chat_template_is_broken() -> None:
+    class Broken:
+        def encode_chat(self, messages: object) -> list[int]:
+            raise ValueError("no template")
+
+    told, preparer = threading.Event(), Preparer()
+    preparer.codec = Broken()  # type: ignore[assignment]  # nothing else is asked of it
+    preparer.warm(told.set)
+    assert told.wait(60)
+    preparer.close()
