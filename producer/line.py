@@ -18,6 +18,9 @@ from typing import Any
 import hiredis
 from redis.exceptions import ConnectionError, InvalidResponse, TimeoutError
 
+WAIT_S = 5.0
+"""How long a reply is waited for where the connection's settings name no time."""
+
 _PART = object()
 """What hiredis says while a reply has not come whole."""
 
@@ -31,8 +34,7 @@ class Line:
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
-        self._wire: Any = None
-        self._replies: _Replies
+        self._replies: _Replies | None = None
         self.busy = False
         """Whether a call is under way: another one has to go another way."""
 
@@ -41,10 +43,11 @@ class Line:
         assert not self.busy
         self.busy = True
         try:
-            if self._wire is None or not self._replies.open:
-                await self._connect()
-            waiter = self._replies.expect(self._wire.socket_timeout)
-            self._replies.transport.writelines(self._wire.pack_command(*args))
+            replies = self._replies
+            if replies is None or not replies.open:
+                replies = await self._connect()
+            waiter = replies.expect()
+            replies.transport.writelines(replies.wire.pack_command(*args))
             reply = await waiter
         except BaseException:
             await self.hang_up()
@@ -57,21 +60,28 @@ class Line:
 
     async def hang_up(self) -> None:
         """Close the connection; the next call opens another."""
-        wire, self._wire = self._wire, None
-        if wire is not None:
-            await wire.disconnect(nowait=True)
+        replies, self._replies = self._replies, None
+        if replies is not None:
+            replies.transport.abort()  # a server that reads no more would never let it be closed
+            await replies.wire.disconnect(nowait=True)
 
-    async def _connect(self) -> None:
+    async def _connect(self) -> _Replies:
         await self.hang_up()
-        self._wire = self._make()
-        await self._wire.connect()
-        self._replies = _Replies(self._wire)
+        wire = self._make()
+        try:
+            await wire.connect()
+        except BaseException:
+            await wire.disconnect(nowait=True)
+            raise
+        self._replies = _Replies(wire)
+        return self._replies
 
 
 class _Replies(asyncio.Protocol):
     """Hands the replies that come over a redis-py connection, from now on, to who waits for one."""
 
     def __init__(self, wire: Any) -> None:
+        self.wire = wire
         self.transport: asyncio.Transport = wire._writer.transport
         self.open = not self.transport.is_closing()
         self._before = self.transport.get_protocol()
@@ -88,10 +98,10 @@ class _Replies(asyncio.Protocol):
         """Goes off when the reply was due that was waited for as it was set: one for many calls."""
         self.transport.set_protocol(self)
 
-    def expect(self, timeout_s: float) -> asyncio.Future[Any]:
+    def expect(self) -> asyncio.Future[Any]:
         """The next reply. What Redis refuses is one too, as an exception that is not raised."""
         self._waiter = waiter = self._loop.create_future()
-        self._due = self._loop.time() + timeout_s
+        self._due = self._loop.time() + (self.wire.socket_timeout or WAIT_S)
         if self._timer is None:
             self._timer = self._loop.call_at(self._due, self._look)
         return waiter
