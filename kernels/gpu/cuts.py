@@ -122,7 +122,10 @@ def _narrowed(low, high, found, wanted, EXACT: tl.constexpr, WAYS: tl.constexpr)
     return tl.where(open_, new_low, low), tl.where(open_, new_high, high)
 
 
-@triton.jit(do_not_specialize=["piece", "splits"])
+@triton.jit(
+    do_not_specialize=["piece", "splits"],
+    do_not_specialize_on_alignment=["temperatures", "top_ks", "top_ps"],
+)
 def _narrow(
     logits, temperatures, top_ks, top_ps, tops, bounds_before, bounds, sums_before, sums, floors,
     V, stride, piece, splits,
@@ -197,7 +200,10 @@ def _narrow(
     tl.store(sums + (row * splits + split) * WAYS + way, tl.sum(total, 0))
 
 
-@triton.jit(do_not_specialize=["piece", "splits"])
+@triton.jit(
+    do_not_specialize=["piece", "splits"],
+    do_not_specialize_on_alignment=["temperatures", "top_ks", "top_ps", "min_ps"],
+)
 def _finish(
     logits, temperatures, top_ks, top_ps, min_ps, tops, bounds, sums_of_mass, sums_of_ties, floors,
     cuts, V, stride, piece, splits,

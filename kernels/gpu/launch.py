@@ -58,6 +58,7 @@ class Launch:
     num_warps: int
     num_stages: int
     grid: tuple[int, ...]
+    args: tuple[Any, ...]  # as they were passed, tensors by their dtypes
 
     @property
     def name(self) -> str:
@@ -68,6 +69,23 @@ class Launch:
         constants = tuple((k, repr(v)) for k, v in self.constants.items())
         types = tuple(self.signature.items())
         return self.name, types, constants, self.divisible, self.num_warps, self.num_stages
+
+    def compile(self) -> None:
+        """Fill Triton's cache with the binary that this launch will ask for; needs a CUDA device.
+
+        Nothing is done where a tensor is not aligned: Triton would be told that it is.
+        """
+        told = {self.kernel.arg_names[i] for i in self.divisible}
+        told.update(_named(self.kernel, "_on_alignment"))
+        if all(name in told or kind[0] != "*" for name, kind in self.signature.items()):
+            options = _options(self.num_warps, self.num_stages)
+            self.kernel.warmup(*self.args, grid=self.grid, **options, **self.constants_by_name)
+
+    @property
+    def constants_by_name(self) -> dict[str, Any]:
+        """Constants that were passed by name: those behind the arguments."""
+        names = self.kernel.arg_names[len(self.args) :]
+        return {name: self.constants[name] for name in names}
 
 
 @dataclass(slots=True)
@@ -138,8 +156,11 @@ def launch(
     if _recorder.launches is not None:
         _recorder.launches.append(_describe(kernel, grid, args, constants, num_warps, num_stages))
         return
-    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": FUSED}
-    kernel[grid](*args, **options, **constants)
+    kernel[grid](*args, **_options(num_warps, num_stages), **constants)
+
+
+def _options(num_warps: int, num_stages: int) -> dict[str, Any]:
+    return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": FUSED}
 
 
 _DTYPES = {
@@ -165,24 +186,26 @@ def _describe(
     if missing or len(values) != len(names):
         raise TypeError(f"{kernel.__name__} takes {names}, got {list(values)}")
     signature, constexprs, divisible = {}, {}, []
-    plain = _not_specialized(kernel)
+    plain, anywhere = (_named(kernel, key) for key in ("", "_on_alignment"))
     for index, name in enumerate(names):
         constant, special = name in constants, name not in plain
         kind, aligned = _parameter(values[name], constant=constant, special=special)
+        aligned &= name not in anywhere
         signature[name] = kind
         if kind == "constexpr":
             constexprs[name] = values[name]
         if aligned:
             divisible.append(index)
+    kept = tuple(x.dtype if isinstance(x, Tensor) else x for x in args)
     return Launch(
-        kernel, signature, constexprs, tuple(divisible), num_warps, num_stages, tuple(grid)
+        kernel, signature, constexprs, tuple(divisible), num_warps, num_stages, tuple(grid), kept
     )
 
 
-def _not_specialized(kernel: Any) -> list[str]:
-    """Names in the decorator's do_not_specialize, of a compiled or an interpreted kernel."""
+def _named(kernel: Any, key: str) -> list[str]:
+    """Names in the decorator's do_not_specialize{key}, of a compiled or an interpreted kernel."""
     given = kernel.kwargs if INTERPRETED else vars(kernel)
-    return list(given.get("do_not_specialize") or ())
+    return list(given.get(f"do_not_specialize{key}") or ())
 
 
 def _parameter(value: Any, *, constant: bool, special: bool) -> tuple[str, bool]:

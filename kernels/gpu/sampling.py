@@ -85,7 +85,7 @@ def examples(device: torch.device) -> Iterator[Example]:
         yield Example(f"penalise {R}x4096", punish, moved_bytes=8 * R * 4096 + logits.nbytes)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperatures", "keys"])
 def _draw(
     logits, temperatures, keys, cuts, best, ids, V, stride, piece, TILE: tl.constexpr
 ):  # fmt: skip

@@ -101,7 +101,10 @@ def examples(device: torch.device) -> Iterator[Example]:
             yield Example(name, end, moved_bytes=logits.nbytes + hidden.nbytes)
 
 
-@triton.jit(do_not_specialize=["count", "spare"])
+@triton.jit(
+    do_not_specialize=["count", "spare"],
+    do_not_specialize_on_alignment=["ids", "from_pool", "positions", "slots"],
+)
 def _look_up_tokens(
     ids, from_pool, positions, slots, newest, blocks, out, kv_slots, count, width, spare,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
@@ -119,7 +122,7 @@ def _look_up_tokens(
     tl.store(kv_slots + at, tl.where(slot == spare, -1, place), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots", "ends", "starts"])
 def _look_up_sequences(
     slots, ends, starts, blocks, query_starts, kv_lens, tables, count, width, TILE: tl.constexpr
 ):
@@ -155,7 +158,9 @@ def _best(logits, best, ids, V, stride, piece, TILE: tl.constexpr):
     tl.store(ids + place, token)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(
+    do_not_specialize=["splits"], do_not_specialize_on_alignment=["is_greedy", "slots", "ends"]
+)
 def _settle(
     best, ids, hidden, drawn, is_greedy, slots, ends, newest, verdicts, splits, width, stride, V,
     POISON: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,

@@ -42,11 +42,12 @@ class Part:
 
 
 PARTS = (
-    Part("machine", 90),
-    Part("equality", 80),
+    Part("machine", 60),
+    Part("compile", 60),
     Part("engine-0.6B", 90),
+    Part("engine-8B", 100),
+    Part("equality", 80),
     Part("kernel-tests", 110),
-    Part("engine-8B", 90),
     Part("kernels", 45),
     Part("transformers", 40),
     Part("engine-32B", 80),
@@ -147,7 +148,7 @@ def _command(part: Part, lines: Path, options: argparse.Namespace) -> list[str]:
 
 _SCRIPTS = {
     "machine": "device_kernels.py", "kernels": "device_kernels.py",
-    "kernel-tests": "device_tests.py",
+    "kernel-tests": "device_tests.py", "compile": "device_compile.py",
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from tokenfleet.engine.config import EngineConfig
 from tokenfleet.engine.core import EngineCore
 from tokenfleet.engine.execution.loading import place_model
 from tokenfleet.engine.execution.placement import pick_dtype
+from tokenfleet.engine.model import one_row
 from tokenfleet.engine.model.decoder import Decoder
 from tokenfleet.engine.model.families import read_spec
 from tokenfleet.engine.model.loader import Loader
@@ -54,6 +55,7 @@ MODES = {
     "graphs+overlap": {"enforce_eager": False, "overlap": True},
     "graphs": {"enforce_eager": False, "overlap": False},
     "eager": {"enforce_eager": True, "overlap": False},
+    "general way": {"enforce_eager": False, "overlap": True},
 }
 
 
@@ -63,9 +65,12 @@ class Workload:
 
     prompt: int = 564
     output: int = 128
+    drawn: bool = False
+    """Whether tokens are drawn, of the best of 0.9 of the mass, or the best ones."""
 
     def requests(self, count: int, vocab_size: int) -> Iterator[EngineRequest]:
-        params = SamplingParams(max_tokens=self.output, temperature=0.0, ignore_eos=True)
+        how = {"temperature": 0.8, "top_p": 0.9, "seed": 1} if self.drawn else {"temperature": 0.0}
+        params = SamplingParams(max_tokens=self.output, ignore_eos=True, **how)
         for i in range(count):
             prompt = [(7919 * (i + 1) + 31 * j) % (vocab_size - 2) for j in range(self.prompt)]
             yield EngineRequest(f"{i}", prompt, params)
@@ -195,9 +200,13 @@ def engine(findings: Findings, folder: Path, device: torch.device, tiny: bool, s
         bench = Bench(name, folder, device, **settings, **quantized)
         if weights == "bf16" and shape == "8B":
             _prefill(findings, bench, device, tiny)
-        for mode in MODES if weights == "bf16" else ["graphs+overlap"]:
-            chosen = counts if mode == "graphs+overlap" else (1, *counts[1:2])
-            _runs(findings, bench, shape, weights, mode, chosen, work, copy)
+        _runs(findings, bench, shape, weights, "graphs+overlap", counts, work, copy)
+        if weights == "bf16":
+            for mode in ("graphs", "eager"):
+                _runs(findings, bench, shape, weights, mode, (1, *counts[1:2]), work, copy)
+            one_row.Switch.on = False  # layers of one token go the way of all others
+            _runs(findings, bench, shape, weights, "general way", (1,), work, copy)
+            one_row.Switch.on = True
         del bench
         _give_back(device)  # two sets of weights may be more than the card has
 
@@ -221,6 +230,11 @@ def _runs(
         figures["share_of_copy"] = read / copy if count == 1 else None
         head = {"model": shape, "weights": weights, "mode": mode, "concurrency": count}
         findings.put("W", **head, **figures)
+        if mode == "graphs+overlap" and count == 1:
+            drawn = list(replace(work, drawn=True).requests(1, vocab))
+            figures = _timed(core, drawn, bench.device)
+            figures.pop("read_bytes_s")
+            findings.put("W", **head | {"mode": "the same, top-p"}, **figures)
 
 
 def _timed(core: EngineCore, requests: list[EngineRequest], device: torch.device) -> dict[str, Any]:

