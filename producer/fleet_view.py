@@ -97,6 +97,13 @@ class FleetStatus:
     def slots(self) -> int:
         return sum(worker.slots for worker in self.workers)
 
+    def trouble_of(self, queue: QueueDepth) -> str:
+        """Why nobody takes the queue's jobs: `paused`, `no worker`, or nothing."""
+        if queue.paused:
+            return "paused"
+        served = any(worker.model == queue.model for worker in self.workers)
+        return "no worker" if queue.waiting and not served else ""
+
 
 def partition_in(key: str) -> int:
     return int(key[key.index(":") + 1 : key.index("}")])

@@ -103,6 +103,8 @@ def test_what_is_not_known_is_a_dash_and_what_is_wrong_is_said() -> None:
     assert page.texts.count("–") == 3
     for text in ("not heard of", "paused"):
         assert text in page.texts
+    unserved = drawn(a_status(worker, queues=(QueueDepth("other", "batch", waiting=1),)))
+    assert "no worker" in unserved.texts
     assert ("li", {"class": "alert"}) in page.elements
     assert "No worker is running. Jobs wait for one." in drawn(a_status()).texts
     assert "looking for the fleet ..." in drawn(None).texts

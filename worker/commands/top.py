@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from tokenfleet.producer.fleet import FleetReader
-    from tokenfleet.producer.fleet_view import FleetStatus, QueueDepth, WorkerLine
+    from tokenfleet.producer.fleet_view import FleetStatus, WorkerLine
 
 STALE_S = 10.0
 """A worker that was not seen for this long has missed two heartbeats."""
@@ -123,7 +123,7 @@ def drawn(status: FleetStatus) -> RenderableType:
         (f"{status.delayed}", "bold"), " delayed   ",
         (f"{status.dead}", "bold red" if status.dead else "bold"), " dead",
     )  # fmt: skip
-    parts: list[Any] = [head, Text(), _workers(status.workers), Text(), _queues(status.queues)]
+    parts: list[Any] = [head, Text(), _workers(status.workers), Text(), _queues(status)]
     return Group(*parts)
 
 
@@ -150,16 +150,16 @@ def _workers(workers: tuple[WorkerLine, ...]) -> RenderableType:
     return table
 
 
-def _queues(queues: tuple[QueueDepth, ...]) -> RenderableType:
+def _queues(status: FleetStatus) -> RenderableType:
     from rich.text import Text
 
     from tokenfleet.worker.commands.tables import table_of
 
-    if not queues:
+    if not status.queues:
         return Text("no queues", style="yellow")
     titles = ("model", "class", "waiting", "front", "running", "oldest", "")
     table = table_of(titles, right=("waiting", "front", "running", "oldest"))
-    for queue in queues:
+    for queue in status.queues:
         table.add_row(
             Text(queue.model),
             queue.priority,
@@ -167,6 +167,6 @@ def _queues(queues: tuple[QueueDepth, ...]) -> RenderableType:
             str(queue.front),
             str(queue.running),
             "-" if queue.oldest_s is None else f"{queue.oldest_s:.1f} s",
-            Text("paused" if queue.paused else "", style="yellow"),
+            Text(status.trouble_of(queue), style="yellow"),
         )
     return table

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from tokenfleet.producer.fleet_view import FleetStatus, QueueDepth, RunningJob, WorkerLine
+from tokenfleet.producer.fleet_view import FleetStatus, RunningJob, WorkerLine
 from tokenfleet.producer.gateway.page.plots import Series, plot
 
 DASH = "–"
@@ -50,7 +50,7 @@ def fragment(
             _tiles(status),
             _charts(samples, span_s),
             _section("Workers", _workers(status.workers)),
-            _section("Queues", _queues(status.queues)),
+            _section("Queues", _queues(status)),
             _section("Running jobs", _running(running, status.running)),
         )
     )
@@ -120,7 +120,7 @@ def _workers(workers: Sequence[WorkerLine]) -> str:
     )
 
 
-def _queues(queues: Sequence[QueueDepth]) -> str:
+def _queues(status: FleetStatus) -> str:
     rows = (
         (
             escaped(queue.model),
@@ -129,9 +129,10 @@ def _queues(queues: Sequence[QueueDepth]) -> str:
             queue.front,
             queue.running,
             DASH if queue.oldest_s is None else _duration(queue.oldest_s),
-            '<span class="dot">paused</span>' if queue.paused else "open",
+            f'<span class="dot">{trouble}</span>' if trouble else "open",
         )
-        for queue in queues
+        for queue in status.queues
+        for trouble in (status.trouble_of(queue),)
     )
     return _table(
         ("Model", "Class", "#Waiting", "#Handed back", "#Running", "#Oldest waits", "State"),

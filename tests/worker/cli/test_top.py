@@ -102,6 +102,14 @@ def test_what_is_wrong_stands_out_and_what_is_not_said_is_a_dash() -> None:
     assert " - " in text
 
 
+def test_a_queue_whose_jobs_nobody_takes_says_why() -> None:
+    worker = WorkerLine("w1", "m", "h", "ready", 8, 0, 0, None, None, 1.0)
+    queues = (QueueDepth("m", "batch", waiting=1), QueueDepth("other", "batch"))
+    assert "no worker" not in text_of(FleetStatus(0, (worker,), queues, delayed=0, dead=0))
+    waits = QueueDepth("other", "batch", waiting=1)
+    assert "no worker" in text_of(FleetStatus(0, (worker,), (waits,), delayed=0, dead=0))
+
+
 def test_an_empty_fleet_says_so() -> None:
     text = text_of(FleetStatus(0, (), (), 0, 0))
     assert "no workers" in text
