@@ -1,4 +1,5 @@
-// Chunk items of paged attention on AMX tiles: bf16 queries over bf16 KV, sums and softmax in fp32.
+// Chunk items of paged attention on AMX tiles: bf16 queries over bf16 KV, or int8 KV widened to bf16; sums and
+// softmax in fp32.
 //
 // Scores lie transposed, a key a row and a query row a lane, so nothing is summed across lanes: 16 query rows, a
 // lane set, against TILE keys at a time. While a set is weighed, the tiles multiply for the one after it (keys x
@@ -13,7 +14,8 @@ namespace tf {
 // Whether chunks of this problem run on tiles.
 INLINE bool chunks_on_tiles(const Problem& p) {
 #if defined(TF_AMX)
-    return tiles_granted && p.dtype == BF16 && p.kv_dtype == BF16 && p.dim % 32 == 0 && p.dim <= 512 && p.scale > 0;
+    const bool kv_fits = p.kv_dtype == BF16 || p.kv_dtype == I8;
+    return tiles_granted && p.dtype == BF16 && kv_fits && p.dim % 32 == 0 && p.dim <= 512 && p.scale > 0;
 #else
     (void)p;
     return false;
@@ -32,10 +34,11 @@ struct TileScratch {
     i32x16* positions;            // [sets], of the query rows
     uint8_t *queries, *keys;      // [sets][blocks] packed as tiles.h says; [TILE][dim]
     uint8_t *values, *weights[2]; // [quads][TILE / 32][QUAD tiles]: dimensions x keys; [TILE / 32] packed
+    uint16_t* wide;               // [TILE][dim], values of int8 KV
     TileScratch(int64_t rows, int64_t dim) : sets((rows + 15) / 16), blocks(dim / 32), quads((blocks + 1) / 2) {
         const int64_t sums = sets * quads * QUAD_BYTES, key_bytes = TILE * dim * 2, value_bytes = quads * QUAD_BYTES * TILE / 32;
         const int64_t of_sets = sums + sets * (3 * 64 + blocks * BLOCK_BYTES), in_turns = TILE * 64 + quads * QUAD_BYTES + TILE * 32;
-        uint8_t* at = (uint8_t*)scratch((of_sets + 2 * in_turns + key_bytes + value_bytes) / 4);
+        uint8_t* at = (uint8_t*)scratch((of_sets + 2 * in_turns + 2 * key_bytes + value_bytes) / 4);
         acc = (float*)at, at += sums;
         top = (float*)at, at += sets * 64;
         total = (float*)at, at += sets * 64;
@@ -45,24 +48,40 @@ struct TileScratch {
         for (int i = 0; i < 2; i++) weights[i] = at, at += TILE * 32;
         queries = at, at += sets * blocks * BLOCK_BYTES;
         keys = at, at += key_bytes;
+        wide = (uint16_t*)at, at += key_bytes;
         values = at;
     }
 };
 
+// Rows of int8 KV of the tokens [begin, begin + count), x their scales, as bf16.
+INLINE void widen(const Problem& p, const Item& item, const void* codes, const float* scales, const int64_t* rows,
+                  int64_t begin, int64_t count, uint16_t* to) {
+    float scale[TILE];
+    p.find_scales(scales, item.sequence, item.head, begin, begin + count, scale);
+    for (int64_t j = 0; j < count; j++)
+        for (int64_t i = 0; i < p.dim; i += LANES)
+            store((bf16*)to + j * p.dim + i, load((const i8*)codes + rows[j] + i) * scale[j]);
+}
+
 // Keys as they are, values transposed; zeros for tokens outside [begin, end).
 INLINE void pack_tile(const Problem& p, const Item& item, int64_t tile, int64_t begin, int64_t end, TileScratch& memory) {
     alignas(64) static const uint16_t nothing[1024] = {};
-    const uint16_t* v[TILE];
+    const uint16_t *v[TILE], *values = (const uint16_t*)p.v;
     int64_t rows[TILE];
     const int64_t low = begin > tile ? begin - tile : 0, high = end - tile < TILE ? end - tile : TILE;
+    uint16_t* keys = (uint16_t*)memory.keys;
     p.find_rows(item.sequence, item.head, tile + low, tile + high, rows + low);
-    for (int64_t j = 0; j < TILE; j++) {
-        const bool there = j >= low && j < high;
-        v[j] = there ? (const uint16_t*)p.v + rows[j] : nothing;
-        const uint16_t* k = there ? (const uint16_t*)p.k + rows[j] : nothing;
-        for (int64_t i = 0; i < p.dim; i += 32)
-            _mm512_store_si512(memory.keys + (j * p.dim + i) * 2, _mm512_loadu_si512(k + i));
+    memset(keys, 0, low * p.dim * 2);
+    memset(keys + high * p.dim, 0, (TILE - high) * p.dim * 2);
+    if (p.kv_dtype == I8) {
+        widen(p, item, p.k, p.k_scales, rows + low, tile + low, high - low, keys + low * p.dim);
+        widen(p, item, p.v, p.v_scales, rows + low, tile + low, high - low, memory.wide);
+        values = memory.wide;
+        for (int64_t j = low; j < high; j++) rows[j] = (j - low) * p.dim;
+    } else {
+        for (int64_t j = low; j < high; j++) memcpy(keys + j * p.dim, (const uint16_t*)p.k + rows[j], p.dim * 2);
     }
+    for (int64_t j = 0; j < TILE; j++) v[j] = j >= low && j < high ? values + rows[j] : nothing;
     for (int64_t block = 0; block < p.dim / 16; block++)
         for (int64_t step = 0; step < TILE / 32; step++) {
             __m512i a[16];
