@@ -25,8 +25,8 @@ from tokenfleet.worker.queue import Emission, EmitOutcome, JobQueue
 
 TOKENS = 8
 """Tokens that each job has made since the last flush."""
-TEXT = " a few words of text as tokens give it"
-"""Of all of them together."""
+TEXT = " a few words of text as tokens give i"
+"""Of all of them together, with a figure behind it."""
 
 
 class TimedQueue(JobQueue):
@@ -73,10 +73,10 @@ async def flushing(
 
 
 class _Words:
-    """A choice's text, as good as any."""
+    """A choice's text, each time another string, as tokens give it."""
 
     def push(self, token_ids: Sequence[int], *, ended: bool) -> TextDelta:
-        return TextDelta(TEXT, None, len(token_ids))
+        return TextDelta(f"{TEXT}{token_ids[0] % 10}", None, len(token_ids))
 
 
 class _Nobody:
