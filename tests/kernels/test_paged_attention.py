@@ -105,6 +105,13 @@ def test_any_head_dim_and_block_size(make_paged, oracle, dim, block_size):
     check(paged, oracle, heads=4, q_dtype=torch.float32)
 
 
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_chunks_in_bf16_of_any_head_dim(make_paged, oracle, dim, kv_heads):
+    paged = make_paged([2, 70], [66, 100], kv_heads=kv_heads, dim=dim, dtype=torch.bfloat16)
+    check(paged, oracle, heads=3, q_dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     "kv_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8], ids=str
 )
