@@ -1,0 +1,91 @@
+"""When a worker asks Redis for jobs, and when it only listens."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tokenfleet.worker.broker import Broker
+from tokenfleet.worker.intake import Intake
+from tokenfleet.worker.preemption import Seats
+from tokenfleet.worker.queue import ClaimedJob
+from tokenfleet.worker.roster import Roster
+
+TURNS = 20
+"""Turns of the loop that anything would need that was going to happen."""
+
+
+class EmptyQueue:
+    """Counts what is asked of it; its bell rings when the test says so."""
+
+    cut_short = False
+
+    def __init__(self) -> None:
+        self.claims = 0
+        self.waits = 0
+        self.rung = asyncio.Event()
+
+    async def claim(self, count: int) -> list[ClaimedJob]:
+        self.claims += 1
+        return []
+
+    async def wait(self, timeout_s: float) -> bool:
+        self.waits += 1
+        await self.rung.wait()
+        self.rung.clear()
+        return True
+
+
+class Nobody:
+    """A dispatcher with an engine and no jobs."""
+
+    engine = object()
+
+    def take(self, claimed: list[ClaimedJob], asked_at: float) -> None:
+        assert claimed == []
+
+
+class Claiming:
+    """A worker of two slots that takes jobs."""
+
+    def __init__(self) -> None:
+        self.queue, self.roster, self.dispatcher = EmptyQueue(), Roster(2, 0), Nobody()
+        parts: Any = (self.queue, Broker(), self.roster, self.dispatcher, Seats(2, 0))
+        self.intake = Intake(*parts)
+        self.run = asyncio.create_task(self.intake.run())
+
+    async def settle(self) -> None:
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+
+    async def end(self) -> None:
+        self.intake.drain()
+        await self.run
+
+
+async def test_jobs_that_begin_and_end_bring_no_claim_while_the_bell_is_silent() -> None:
+    """The queues were empty: whatever is added to them rings."""
+    worker = Claiming()
+    await worker.settle()
+    for _ in range(5):
+        worker.roster.touch()
+        await worker.settle()
+    assert (worker.queue.claims, worker.queue.waits) == (1, 1)
+    worker.queue.rung.set()
+    await worker.settle()
+    assert (worker.queue.claims, worker.queue.waits) == (2, 2)
+    await worker.end()
+
+
+async def test_an_engine_that_comes_back_is_given_work_without_a_bell() -> None:
+    worker = Claiming()
+    await worker.settle()
+    worker.dispatcher.engine, engine = None, worker.dispatcher.engine
+    worker.roster.touch()
+    await worker.settle()
+    assert worker.queue.claims == 1
+    worker.dispatcher.engine = engine
+    worker.roster.touch()
+    await worker.settle()
+    assert worker.queue.claims == 2
+    await worker.end()
