@@ -239,11 +239,11 @@ class Batch:
         """Write the state down, once what it says is on the disk."""
         await runner.finish()
         self.state = self.state.at(
-            self.state.phase, progress=runner.progress(self.state.phase).as_dict(), pid=None
+            self.state.phase, progress=runner.account.progress(self.state).as_dict(), pid=None
         )
         await in_thread(self.state.write, self.files.state)
         self.files.cancel.unlink(missing_ok=True)
-        return runner.summary(self.state)
+        return runner.account.summary(self.state)
 
     async def _ask_to_cancel(self) -> None:
         self.files.cancel.touch()

@@ -16,11 +16,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
+from tokenfleet.producer.batch.account import Account
 from tokenfleet.producer.batch.check import BatchLine, Checker, Problem
 from tokenfleet.producer.batch.keeper import Keeper
 from tokenfleet.producer.batch.lines import line_at, read_lines
 from tokenfleet.producer.batch.output import Output
-from tokenfleet.producer.batch.progress import Progress, Rates, Summary, summary_of
+from tokenfleet.producer.batch.progress import Progress
 from tokenfleet.producer.batch.records import Ended, refusal_of
 from tokenfleet.producer.batch.remote import AT_ONCE, Flight, Look, Remote
 from tokenfleet.producer.batch.state import BatchError, BatchFiles, BatchState, Phase
@@ -57,7 +58,7 @@ class Runner:
         if in_flight < 1:
             raise InvalidJob("in_flight", in_flight, "must be 1 or more")
         self.state = state
-        self.resubmitted = 0
+        self.account = Account(output)
         self._files = files
         self._output = output
         self._remote = remote
@@ -76,10 +77,6 @@ class Runner:
         """How many of them have been claimed since the queue was full."""
         self._rewind()
         self._full_until = 0.0
-        self._note: str | None = None
-        self._rates = Rates(time.monotonic())
-        self._tokens_before = output.tally.completion_tokens
-        self._last = Look()
         self._written_down = 0.0
 
     async def run(self) -> Phase:
@@ -117,7 +114,7 @@ class Runner:
     async def look_once(self) -> None:
         """Collect what has ended by now; submit nothing."""
         async for flights in self._all_flights():
-            self._last = Look()
+            self.account.last = Look()
             await self._write_ended(flights)
             await self._look_back()
 
@@ -147,7 +144,7 @@ class Runner:
         self._freed = 0
         if sent.refused:
             self._full_until = now + min(sent.retry_after_s, _MOST_FULL_PAUSE_S)
-        self._note = "the queue is full" if time.monotonic() < self._full_until else None
+        self.account.note = "the queue is full" if time.monotonic() < self._full_until else None
         self._queued += len(sent.accepted)
         self._flights.update({line.number: self._remote.flight(line) for line in sent.accepted})
         return bool(sent.accepted)
@@ -211,7 +208,7 @@ class Runner:
             look.ended = []
             found.add(look)
         self._freed += max(0, self._queued - found.waiting)
-        self._last, self._queued = found, found.waiting
+        self.account.last, self._queued = found, found.waiting
         if found.gone:
             await in_thread(self._take_up_again, found.gone)
         if found.waiting and self._left_s() == _NO_TIME_S:
@@ -225,10 +222,10 @@ class Runner:
             del self._flights[flight.line]
             raw = line_at(self._files.input, flight.line, flight.offset, max_line_bytes=longest)
             self._pending.append(self._checker.again(raw))
-        self.resubmitted += len(gone)
+        self.account.resubmitted += len(gone)
 
     async def _cancel(self) -> None:
-        self.state, self._last = self.state.at(Phase.CANCELLED), Look()
+        self.state, self.account.last = self.state.at(Phase.CANCELLED), Look()
         flights = list(self._flights.values())
         for start in range(0, len(flights), AT_ONCE):
             await self._end(flights[start : start + AT_ONCE])
@@ -243,7 +240,7 @@ class Runner:
         while flights:
             look = await self._remote.look(flights)
             await in_thread(self._keeper.ended, self._wanted(look))
-            self._last.add(look)
+            self.account.last.add(look)
             whole = look.seen == len(flights)
             seen = {flight.line for flight, _ in look.ended}
             flights = [] if whole else [f for f in flights if f.line not in seen]
@@ -263,11 +260,13 @@ class Runner:
             except BrokerUnavailable:
                 if time.monotonic() >= give_up:
                     raise
-                self._note = "Redis is away"
+                self.account.note = "Redis is away"
                 await self._look_back()
                 await asyncio.sleep(_AWAY_PAUSE_S)
             else:
-                self._note = None if self._note == "Redis is away" else self._note
+                self.account.note = (
+                    None if self.account.note == "Redis is away" else self.account.note
+                )
                 return found
 
     def _left_s(self) -> float | None:
@@ -280,7 +279,7 @@ class Runner:
     async def _look_back(self) -> None:
         """Sync, let go, say how far it is."""
         await self._let_go(await in_thread(self._keeper.sync))
-        progress = self.progress(self.state.phase)
+        progress = self.account.progress(self.state)
         if self._on_progress is not None:
             self._on_progress(progress)
         now = time.monotonic()
@@ -298,36 +297,3 @@ class Runner:
     def tally(self) -> Tally:
         """What is in the files."""
         return self._output.tally
-
-    def summary(self, state: BatchState) -> Summary:
-        """What the batch has come to."""
-        return summary_of(
-            state,
-            self.tally,
-            elapsed_s=time.monotonic() - self._rates.began,
-            tokens=self.tally.completion_tokens - self._tokens_before,
-            resubmitted=self.resubmitted,
-        )
-
-    def progress(self, phase: Phase) -> Progress:
-        """How far it is."""
-        tally, now = self._output.tally, time.monotonic()
-        tokens = tally.completion_tokens + self._last.tokens
-        lines_per_s, tokens_per_s = self._rates.see(now, tally.done, tokens)
-        left = self.state.lines - tally.done
-        return Progress(
-            batch=self.state.id,
-            phase=phase,
-            total=self.state.lines,
-            completed=tally.completed,
-            failed=tally.failed,
-            running=self._last.running,
-            waiting=self._last.waiting,
-            prompt_tokens=tally.prompt_tokens,
-            completion_tokens=tally.completion_tokens,
-            tokens_per_s=round(tokens_per_s, 1),
-            lines_per_s=round(lines_per_s, 1),
-            elapsed_s=round(now - self._rates.began, 1),
-            left_s=round(left / lines_per_s, 1) if lines_per_s > 0 else None,
-            note=self._note,
-        )

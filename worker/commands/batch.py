@@ -15,7 +15,7 @@ import typer
 
 from tokenfleet.worker.commands import base, batch_base
 from tokenfleet.worker.commands.base import Namespace, Output, OutputOption, RedisUrl
-from tokenfleet.worker.commands.batch_base import InFlight, PatienceS, Plain, TimeoutS
+from tokenfleet.worker.commands.batch_base import InFlight, PatienceS, Plain, TimeoutS, Way
 from tokenfleet.worker.commands.jobs import Priority
 
 if TYPE_CHECKING:
@@ -103,16 +103,8 @@ def batch_run(
     )
     batch = _prepared(files, rules, settings, output)
 
-    batch_base.run_to_end(
-        batch,
-        output,
-        redis_url,
-        namespace,
-        in_flight=in_flight,
-        patience_s=patience_s,
-        timeout_s=timeout_s,
-        plain=plain,
-    )
+    way = Way(in_flight, patience_s, timeout_s, plain)
+    batch_base.run_to_end(batch, output, redis_url, namespace, way)
 
 
 def batch_submit(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
@@ -36,25 +37,29 @@ TimeoutS = Annotated[
 Plain = Annotated[bool, typer.Option("--plain", help="Lines even on a terminal.")]
 
 
-async def run_batch(
-    batch: Batch,
-    client: AsyncClient,
-    output: Output,
-    *,
-    in_flight: int,
-    patience_s: float,
-    timeout_s: float | None,
-    plain: bool,
-) -> int:
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a command runs a batch; see the options of these names."""
+
+    in_flight: int
+    patience_s: float
+    timeout_s: float | None
+    plain: bool
+
+
+async def run_batch(batch: Batch, client: AsyncClient, output: Output, way: Way) -> int:
     from tokenfleet.worker.commands.batch_view import shown
     from tokenfleet.worker.commands.unserved import said_if_unserved
 
     try:
-        with shown(batch.state.lines, plain=plain) as view:
+        with shown(batch.state.lines, plain=way.plain) as view:
             looking = said_if_unserved(client, batch.state.model, after_s=LOOK_AFTER_S)
-            async with asyncio.timeout(timeout_s), looking:
+            async with asyncio.timeout(way.timeout_s), looking:
                 summary = await batch.run(
-                    client, on_progress=view.show, in_flight=in_flight, patience_s=patience_s
+                    client,
+                    on_progress=view.show,
+                    in_flight=way.in_flight,
+                    patience_s=way.patience_s,
                 )
     except TimeoutError:
         raise TimeoutError(_go_on(batch)) from None
@@ -71,29 +76,11 @@ def _go_on(batch: Batch) -> str:
     return f"not at its end; go on with: tokenfleet batch resume {batch.files.output}"
 
 
-def run_to_end(
-    batch: Batch,
-    output: Output,
-    redis_url: str,
-    namespace: str,
-    *,
-    in_flight: int,
-    patience_s: float,
-    timeout_s: float | None,
-    plain: bool,
-) -> None:
+def run_to_end(batch: Batch, output: Output, redis_url: str, namespace: str, way: Way) -> None:
     """Connect and run a batch, as the whole of a command."""
 
     async def work(client: AsyncClient) -> int:
-        return await run_batch(
-            batch,
-            client,
-            output,
-            in_flight=in_flight,
-            patience_s=patience_s,
-            timeout_s=timeout_s,
-            plain=plain,
-        )
+        return await run_batch(batch, client, output, way)
 
     base.run(with_client(work, redis_url, namespace), output)
 

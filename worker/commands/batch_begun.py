@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tokenfleet.worker.commands import base, batch_base
 from tokenfleet.worker.commands.base import Namespace, Output, OutputOption, RedisUrl
-from tokenfleet.worker.commands.batch_base import Begun, InFlight, PatienceS, Plain, TimeoutS
+from tokenfleet.worker.commands.batch_base import Begun, InFlight, PatienceS, Plain, TimeoutS, Way
 
 if TYPE_CHECKING:
     from tokenfleet.producer.client import AsyncClient
@@ -44,15 +44,8 @@ def batch_watch(
             return batch_base.print_summary(await asyncio.to_thread(begun.summary), output)
         base.note("no process is at it: this one takes it up")
         await asyncio.to_thread(begun.check_input)
-        return await batch_base.run_batch(
-            begun,
-            client,
-            output,
-            in_flight=in_flight,
-            patience_s=patience_s,
-            timeout_s=timeout_s,
-            plain=plain,
-        )
+        way = Way(in_flight, patience_s, timeout_s, plain)
+        return await batch_base.run_batch(begun, client, output, way)
 
     base.run(batch_base.with_client(work, redis_url, namespace), output)
 
@@ -71,16 +64,8 @@ def batch_resume(
     begun = batch_base.opened(batch, output)
     batch_base.checked(begun.check_input, output)
 
-    batch_base.run_to_end(
-        begun,
-        output,
-        redis_url,
-        namespace,
-        in_flight=in_flight,
-        patience_s=patience_s,
-        timeout_s=timeout_s,
-        plain=plain,
-    )
+    way = Way(in_flight, patience_s, timeout_s, plain)
+    batch_base.run_to_end(begun, output, redis_url, namespace, way)
 
 
 def batch_results(
