@@ -40,15 +40,24 @@ class Killer:
     async def start(self) -> None:
         await asyncio.gather(*(self._start_one() for _ in range(self._count)))
 
-    async def run(self, most: int) -> None:
+    async def run(self, most: int, jobs) -> None:
+        """Kill `most` times; the first time, and as often as there is one, a worker that has
+        published tokens of a job that it runs."""
         while self.kills < most:
             await asyncio.sleep(self._fleet.random.uniform(0.05, 0.4))
-            if self._serving:
-                victim = self._serving.pop(self._fleet.random.randrange(len(self._serving)))
+            busy = await self._busy(jobs)
+            if self._serving and (busy or self.kills):
+                victim = self._fleet.random.choice(busy or self._serving)
+                self._serving.remove(victim)
                 await victim.kill()
                 self.kills += 1
                 self._starting.add(asyncio.ensure_future(self._start_one()))
                 self._bereft.add(asyncio.ensure_future(self._bury(victim)))
+
+    async def _busy(self, jobs) -> list:
+        found = await asyncio.gather(*(job.status() for job in jobs))
+        owners = {one.owner for one in found if one.state == "running" and one.offset}
+        return [worker for worker in self._serving if worker.name in owners]
 
     async def stop(self) -> None:
         await asyncio.gather(*self._starting, *self._bereft)
@@ -67,7 +76,7 @@ class Killer:
 
 async def follow_under_kills(fleet, killer: Killer, most: int, jobs) -> list:
     """Follow the jobs to their ends while workers are killed."""
-    killing = asyncio.ensure_future(killer.run(most))
+    killing = asyncio.ensure_future(killer.run(most, jobs))
     try:
         followed = await fleet.follow(*jobs)
     finally:
