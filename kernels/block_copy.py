@@ -14,7 +14,7 @@ def copy_blocks(pool: KVPool, sources: Tensor, targets: Tensor) -> None:
 
     A target of -1 copies nothing, so a list may be padded.
     """
-    if uses_triton(pool.k):
+    if uses_triton(pool.k) and pool.k_scales is None:
         from tokenfleet.kernels.gpu import block_copy as gpu
 
         gpu.copy_blocks(pool, sources, targets)

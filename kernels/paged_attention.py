@@ -121,7 +121,7 @@ def paged_attention(
     h // (Hq / Hkv). A sequence with kv_len 0 gives zeros. Behind the others there may be sequences
     without query rows; rows behind the last sequence give zeros.
     """
-    if uses_triton(q):
+    if uses_triton(q) and pool.k_scales is None:
         from tokenfleet.kernels.gpu import paged_attention as gpu
 
         return gpu.paged_attention(

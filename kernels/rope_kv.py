@@ -51,7 +51,7 @@ def rope_and_write_kv(
     is stored too). q, k, v may be views into one fused projection. With norms, q and k are what
     rms_norm makes of them. A padding row has slot -1 and a position within the table.
     """
-    if uses_triton(q):
+    if uses_triton(q) and pool.k_scales is None:
         from tokenfleet.kernels.gpu import rope_kv as gpu
 
         return gpu.rope_and_write_kv(

@@ -124,18 +124,19 @@ def load_model(
             device=device,
             quantization=config.quantization,
             kv_dtype=kv_cache_dtype(config),
-            sample=_sample(path) if config.quantization == "int8" else (),
+            sample=_sample(path, spec.vocab_size) if config.quantization == "int8" else (),
         )
     return place_model(config, decoder, known_tokens, capture)
 
 
-def _sample(path: Path) -> list[int]:
+def _sample(path: Path, vocab_size: int) -> list[int]:
     """Tokens of the text by which int8 layers are smoothed; none where there is no tokenizer."""
     try:
-        return TextCodec.load(path).encode(SAMPLE)
+        ids = TextCodec.load(path).encode(SAMPLE)
     except (CheckpointError, InvalidRequest) as error:
         logger.warning("int8 rounds activations more coarsely than it could: %s", error)
         return []
+    return [token for token in ids if token < vocab_size]
 
 
 def place_model(

@@ -68,7 +68,7 @@ class Calibration:
 
     Args:
         embedding: the model's, [vocab_size, H].
-        sample: token ids, at least one.
+        sample: token ids, at least one; as many are used as the model has positions, up to TOKENS.
     """
 
     def __init__(self, spec: ModelSpec, embedding: Tensor, sample: Sequence[int]) -> None:
@@ -78,7 +78,7 @@ class Calibration:
         self._decoder = Decoder(
             spec, embedding=embedding, layers=(), final_norm=embedding[0], lm_head=head
         )
-        ids = torch.tensor(sample[:TOKENS])
+        ids = torch.tensor(sample[: min(TOKENS, spec.max_model_len)])
         self._added: Tensor | None = None
         self._residual = self._decoder.embed(ids)
         self._batch = _one_prompt(len(ids))

@@ -11,6 +11,7 @@ from tokenfleet.engine.execution.loading import load_model
 from tokenfleet.engine.model import smoothing
 from tokenfleet.engine.model.families import read_spec
 from tokenfleet.engine.model.smoothing import can_smooth
+from tokenfleet.kernels.backend import using
 from tokenfleet.kernels.linear import PackedWeight
 
 SAMPLE = [7 * i % 250 for i in range(40)]
@@ -71,6 +72,12 @@ def test_where_channels_are_loud_int8_loses_a_third_less_at_least(loud, driver):
         return (run.prefill(PROMPT, 16) - exact).norm() / exact.norm()
 
     assert error(sample=SAMPLE) < 0.67 * error()
+
+
+def test_a_sample_is_cut_to_the_positions_of_a_short_model(tiny_random, driver):
+    with using("reference"):  # which refuses to read beyond its tables
+        run = driver(tiny_random("llama"), max_model_len=8, quantization="int8", sample=SAMPLE)
+        assert run.prefill(PROMPT[:8], 8).isfinite().all()
 
 
 def test_an_unused_or_poisoned_channel_gives_no_factor_that_is_no_number():
