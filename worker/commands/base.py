@@ -82,9 +82,10 @@ def run(work: Coroutine[Any, Any, int], output: Output) -> NoReturn:
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
         reader_gone()
-    except OSError as error:  # standard output is on a disk that is full
+    except OSError as error:  # a full disk below standard output, or a file that was asked for
         _close_stdout()
-        say_error("Unwritable", error.strerror or str(error), output)
+        where = "" if error.filename is None else f"{error.filename}: "
+        say_error("Unwritable", f"{where}{error.strerror or error}", output)
         raise typer.Exit(BAD_INPUT) from None
     raise typer.Exit(code)
 
