@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tokenfleet.worker.commands import base
+
 GAP = 2
 READABLE = 16
 """Columns of a cell whose text goes on in the next line."""
@@ -20,10 +22,18 @@ PIPE_WIDTH = 10_000
 """A pipe has no width: a line there is as long as it has to be."""
 
 
+class Screen(Console):
+    """A console whose reader may go; the library's own would end the process with exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        """See Console."""
+        base.reader_gone()
+
+
 def console() -> Console:
     """Standard output."""
-    found = Console()
-    return found if found.is_terminal else Console(width=PIPE_WIDTH)
+    found = Screen()
+    return found if found.is_terminal else Screen(width=PIPE_WIDTH)
 
 
 def table_of(titles: Sequence[str], *, right: Collection[str] = ()) -> Table:

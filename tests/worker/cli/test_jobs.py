@@ -177,6 +177,16 @@ def test_output_that_cannot_be_written_is_exit_code_2(echo: Any, words: tuple[st
     assert b"Traceback" not in said
 
 
+@pytest.mark.parametrize("words", [("config", "show"), ("queue", "list"), ("top", "--once")])
+def test_a_reader_that_has_left_before_a_list_is_no_error(echo: Any, words: Any) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    writer = echo.start(*words, stdout=writing)
+    os.close(writing)
+    _, said = writer.communicate(timeout=30)
+    assert (writer.returncode, b"Traceback" in said) == (0, False)
+
+
 def test_a_reader_that_leaves_is_no_error(echo: Any) -> None:
     reading, writing = os.pipe()
     arguments = ("submit", "--stream", "--raw", "abc", "--max-tokens", "400")
