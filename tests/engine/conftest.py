@@ -78,6 +78,17 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="session")
+def smollm2_engine(smollm2: Path) -> Any:
+    """One engine for all that is asked of the real model in float32."""
+    from tokenfleet.engine import Engine, EngineConfig
+
+    return Engine(
+        EngineConfig(smollm2, dtype="float32", device="cpu", max_num_seqs=64, max_model_len=2048,
+                     num_blocks=512)
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
 def families() -> list[str]:
     """Every model_type that tiny_random makes."""
     return list(FAMILIES)

@@ -6,9 +6,13 @@ import os
 import jsonschema
 import pytest
 
-from tokenfleet.engine import Engine, EngineConfig, SamplingParams
+from tokenfleet.engine import SamplingParams
 
-pytestmark = [pytest.mark.smollm2, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.smollm2,
+    pytest.mark.timeout(900),
+    pytest.mark.xdist_group("smollm2"),  # with all others that use the one engine
+]
 
 NAME = {"type": "string", "pattern": "^[A-Z][a-z]{2,11}$"}
 SCHEMAS = [
@@ -47,14 +51,11 @@ SCHEMAS = [
         },
     },
 ]  # fmt: skip
-COUNT = int(os.environ.get("TOKENFLEET_JSON_JOBS", "24"))
+COUNT = int(os.environ.get("TOKENFLEET_JSON_JOBS", "12"))
 
 
-def test_every_json_job_validates_and_free_text_does_not_notice(smollm2):
-    engine = Engine(
-        EngineConfig(smollm2, dtype="float32", device="cpu", max_num_seqs=32, max_model_len=1024,
-                     num_blocks=1024)
-    )  # fmt: skip
+def test_every_json_job_validates_and_free_text_does_not_notice(smollm2_engine):
+    engine = smollm2_engine
     free = SamplingParams(max_tokens=24, temperature=0.8, seed=3)
     chats = [engine.text.encode_chat([{"role": "user", "content": f"Number {i}?"}]) for i in (1, 2)]
     alone = [output.token_ids for output in engine.generate(chats, free)]
