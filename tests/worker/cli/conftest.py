@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 
@@ -49,12 +51,51 @@ def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+class Commands:
+    """Runs commands to their end, each in a fork of a process that has imported all there is."""
+
+    def __init__(self) -> None:
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._line.settimeout(60)
+        script = Path(__file__).with_name("forked.py")
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, str(script)], stdin=theirs, env=clean_environment()
+            )
+
+    def run(self, arguments: Sequence[str], environment: dict[str, str], stdin: str) -> Completed:
+        asked = {"arguments": arguments, "environment": environment}
+        with TemporaryFile() as given, TemporaryFile() as out, TemporaryFile() as err:
+            given.write(stdin.encode(errors="surrogateescape"))  # a lone surrogate is no text
+            given.seek(0)
+            streams = [file.fileno() for file in (given, out, err)]
+            socket.send_fds(self._line, [json.dumps(asked).encode()], streams)
+            code = int(self._line.recv(16))
+            said = []
+            for file in (out, err):
+                file.seek(0)
+                said.append(file.read().decode(errors="surrogateescape"))
+        return Completed(arguments, code, *said)
+
+    def close(self) -> None:
+        self._line.close()
+        assert self._process.wait(timeout=30) == 0
+
+
+@pytest.fixture(scope="session")
+def commands() -> Iterator[Commands]:
+    made = Commands()
+    yield made
+    made.close()
+
+
 @dataclass(frozen=True)
 class Echo:
     """A running worker that answers every prompt with the prompt, over and over."""
 
     server: EmbeddedServer
     process: subprocess.Popen[str]
+    commands: Commands
 
     @property
     def environment(self) -> dict[str, str]:
@@ -62,16 +103,7 @@ class Echo:
         return clean_environment(TOKENFLEET_REDIS_URL=self.server.url, TOKENFLEET_MODEL_NAME=MODEL)
 
     def run(self, *arguments: str, stdin: str = "") -> Completed:
-        return subprocess.run(
-            command(*arguments),
-            input=stdin,
-            capture_output=True,
-            text=True,
-            errors="surrogateescape",  # a lone surrogate in stdin is a byte that is no text
-            timeout=60,
-            env=self.environment,
-            check=False,
-        )
+        return self.commands.run(arguments, self.environment, stdin)
 
     def start(self, *arguments: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
         """Run a command and return while it runs."""
@@ -81,25 +113,17 @@ class Echo:
 
 
 @pytest.fixture(scope="session")
-def run() -> Run:
+def run(commands: Commands) -> Run:
     """Run `tokenfleet` to its end."""
 
     def run_command(*arguments: str, stdin: str = "", **environment: str) -> Completed:
-        return subprocess.run(
-            command(*arguments),
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env=clean_environment(**environment),
-            check=False,
-        )
+        return commands.run(arguments, clean_environment(**environment), stdin)
 
     return run_command
 
 
 @pytest.fixture(scope="session")
-def echo(byte_tokenizer: Path) -> Iterator[Echo]:
+def echo(byte_tokenizer: Path, commands: Commands) -> Iterator[Echo]:
     with EmbeddedServer() as server:
         flags = {
             "--redis-url": server.url,
@@ -122,7 +146,7 @@ def echo(byte_tokenizer: Path) -> Iterator[Echo]:
         else:
             raise AssertionError(f"the worker ended with {process.wait()}")
 
-        yield Echo(server, process)
+        yield Echo(server, process, commands)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=30)
         assert process.returncode == 0, "a worker that is asked to end exits with 0"
