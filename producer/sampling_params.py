@@ -120,7 +120,8 @@ def _ids(name: str, value: object) -> tuple[int, ...]:
 
 def _check_lengths(params: SamplingParams) -> None:
     if params.max_tokens is not None:
-        _whole("max_tokens", params.max_tokens, 0, 2**31, "must be 0 or more, or None for no limit")
+        way_out = "must lie between 0 and 2**31, or be None for no limit"
+        _whole("max_tokens", params.max_tokens, 0, 2**31, way_out)
     limit = 2**31 if params.max_tokens is None else params.max_tokens
     _whole("min_tokens", params.min_tokens, 0, limit, "must lie between 0 and max_tokens")
     _whole("n", params.n, 1, 128, "must lie between 1 and 128")
