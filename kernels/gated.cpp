@@ -103,7 +103,8 @@ INLINE void gated(const Layer& layer, const Panel& panel, const Quantized& x, Ac
     const int64_t pairs = layer.columns / 2 / COLUMNS;
     if (layer.rows == 0) return;
     if (layer.rows <= TILE_ROWS) return few_rows<Gate>(layer, panel, x, pairs, act);
-    rows_on_tiles<typename Gate::Op>(
+    // two pairs make a whole cache line of a bf16 row, which two threads would otherwise take from each other
+    rows_on_tiles<typename Gate::Op, 2>(
         panel, pairs, [&](int64_t pair) INLINE_LAMBDA { return gate_and_up(layer, pair); },
         [&](const typename Gate::Op::Result* sums, int64_t row, int64_t pair) INLINE_LAMBDA {
             Gate(layer, x, act, pair).finish(sums, row, pair);

@@ -88,10 +88,10 @@ INLINE void pair_product(const Panel& panel, BlockPair right, BlockPair next, ty
     if (TWO_ROWS) _tile_stored(3, out + 16 * 32 + 16, 128);
 }
 
-// All rows times `pairs` pairs; the threads of a team take the pairs as they come. right(pair) gives the
+// All rows times `pairs` pairs; the threads of a team take AT_ONCE pairs as they come. right(pair) gives the
 // BlockPair; finish(sums, row, pair) takes the 32 sums of a row, while the tiles multiply for the next ones. The
 // last rows overlap with those before them where 32 does not divide their number: computed twice, to the same bits.
-template <typename Op, typename Right, typename Finish>
+template <typename Op, int64_t AT_ONCE, typename Right, typename Finish>
 INLINE void rows_on_tiles(const Panel& panel, int64_t pairs, Right right, Finish finish) {
     alignas(64) typename Op::Result sums[2][TILE_ROWS * 32];
     configure_tiles(16, 16);
@@ -106,9 +106,10 @@ INLINE void rows_on_tiles(const Panel& panel, int64_t pairs, Right right, Finish
     for (int64_t top = 0; top < panel.rows; top += height) {
         const int64_t end = top + height < panel.rows ? top + height : panel.rows;
         const int64_t steps = (end - top + TILE_ROWS - 1) / TILE_ROWS, a_step = (16 + steps - 1) / steps;
-#pragma omp for schedule(dynamic) nowait
+#pragma omp for schedule(dynamic, AT_ONCE) nowait
         for (int64_t pair = 0; pair < pairs; pair++) {
-            const BlockPair here = right(pair), next = right(pair + threads < pairs ? pair + threads : pair);
+            const int64_t after = pair + 1 + ((pair + 1) % AT_ONCE ? 0 : (threads - 1) * AT_ONCE);
+            const BlockPair here = right(pair), next = right(after < pairs ? after : pair);
             for (int64_t step = 0; step < steps; step++) {
                 const int64_t at = top + step * TILE_ROWS, row = at + TILE_ROWS < end ? at : end - TILE_ROWS;
                 const int64_t asked = step * panel.depth_blocks * a_step, lines = asked < block_lines ? a_step : 0;
@@ -160,7 +161,7 @@ INLINE int64_t pairs_of(const Layer& layer) { return (layer.columns + 2 * COLUMN
 
 inline void bf16_rows(const Layer& layer) {
     const Panel panel = {(const uint8_t*)layer.x, layer.x_stride * (int64_t)sizeof(bf16), layer.rows, layer.depth_blocks};
-    rows_on_tiles<Bf16Tiles>(
+    rows_on_tiles<Bf16Tiles, 1>(
         panel, pairs_of(layer), [&](int64_t pair) INLINE_LAMBDA { return neighbours(layer, pair); },
         [&](const float* sums, int64_t row, int64_t pair) INLINE_LAMBDA {
             const int64_t column = pair * 32, n = layer.columns - column;
@@ -171,7 +172,7 @@ inline void bf16_rows(const Layer& layer) {
 
 template <typename T> void int8_rows(const Layer& layer, const Quantized& x) {
     const Panel panel = {(const uint8_t*)x.values, x.stride, layer.rows, layer.depth_blocks};
-    rows_on_tiles<Int8Tiles>(
+    rows_on_tiles<Int8Tiles, 1>(
         panel, pairs_of(layer), [&](int64_t pair) INLINE_LAMBDA { return neighbours(layer, pair); },
         [&](const int32_t* sums, int64_t row, int64_t pair) INLINE_LAMBDA {
             const int64_t column = pair * 32, n = layer.columns - column;
