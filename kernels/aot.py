@@ -29,6 +29,8 @@ from tokenfleet.kernels.gpu.registry import OPERATIONS, launches
 
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """Bytes of shared memory that one block may use."""
+SHARED_OF_ALL = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
+"""Bytes of shared memory of a multiprocessor, of which each block takes another 1024."""
 BRIEF_ARCH = 90
 """The generation for which a brief run compiles all that a common one does."""
 TENSOR_CORE = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
@@ -52,6 +54,17 @@ class Report:
     instructions: tuple[str, ...] = ()
     """Kinds of tensor core instructions in the PTX."""
     error: str = ""
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks a multiprocessor holds at once: by registers, which a warp takes in
+        pieces of 256, by shared memory, and by warps, 64 of them. 0 where that is not known."""
+        if self.error or not self.registers:
+            return 0
+        of_warp = -(-self.registers * 32 // 256) * 256
+        by_registers = 65536 // of_warp // self.num_warps
+        by_shared = SHARED_OF_ALL[self.arch] // (self.shared_bytes + 1024)
+        return min(32, 64 // self.num_warps, by_registers, by_shared)
 
     @property
     def faults(self) -> list[str]:
@@ -158,11 +171,12 @@ def _dots(ttir: str) -> tuple[str, ...]:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    return {**asdict(report), "faults": report.faults}
+    return {**asdict(report), "blocks": report.blocks, "faults": report.faults}
 
 
 def _line(report: Report) -> str:
-    size = f"{report.registers:4d} {report.local_bytes:5d} {report.shared_bytes:7d}"
+    size = f"{report.registers:4d} {report.local_bytes:5d} {report.shared_bytes:7d} "
+    size += f"{report.blocks:6d}"
     launch = f"sm_{report.arch:<4d}{report.num_warps:2d} {report.num_stages:2d}"
     fault = f"  FAULT: {'; '.join(report.faults)}" if report.faults else ""
     dots = f" {', '.join(report.dots)} -> {', '.join(report.instructions)}" if report.dots else ""
@@ -182,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("TRITON_INTERPRET is set: interpreted kernels cannot be compiled")
     out, failed = sys.stdout, False
     if not options.json:
-        out.write("arch  warps stages  regs local shared\n")
+        out.write("arch  warps stages  regs local shared blocks\n")
     archs, operations = options.arch or tuple(TARGETS), options.operation or OPERATIONS
     for report in reports(archs, operations, long=options.long, brief=options.brief):
         failed |= bool(report.faults)

@@ -119,6 +119,8 @@ def _write_sequences(rows: Ids, slots: Ids, ends: Ids, first: Ids, p: ParamTable
     rows[1, :count] = ends
     rows[2, :count] = first[1:] - 1
     rows[3, :count] = p.greedy[slots]
+    if p.greedy[slots].all():  # nobody draws: what follows is not read
+        return
     rows[4, :count] = p.top_k[slots]
     keys = row_keys(p.seed[slots], p.choice[slots], ends - p.num_prompt[slots])
     rows[5, :count] = keys.view(np.int64).ravel()

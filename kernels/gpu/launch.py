@@ -6,6 +6,7 @@ exactly what a GPU would compile, and the ahead-of-time suite needs no second li
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,10 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 FUSED = True
 """a * b + c rounds once; said to the compiler, because its default is about to change."""
 
+EARLY: bool = os.environ.get("TOKENFLEET_EARLY_LAUNCH") == "1" and not INTERPRETED
+"""Whether kernels that can do so begin while the one before them ends, and wait for it themselves
+(programmatic dependent launch). Off until it has been measured and compared on a GPU."""
+
 if INTERPRETED:
     interpreter.mend()
 
@@ -36,6 +41,11 @@ class Gpu:
     arch: int
     """80, 90 or 100: the newest of these generations that the device's own is built on."""
     num_sms: int
+
+    @property
+    def early(self) -> bool:
+        """Whether kernels may begin before the one in front of them has ended."""
+        return EARLY and self.arch >= 90
 
     @property
     def native_fp8(self) -> bool:
@@ -148,18 +158,26 @@ def launch(
     *args: Any,
     num_warps: int = 4,
     num_stages: int = 1,
+    early: bool = False,
     **constants: Any,
 ) -> None:
-    """Start `kernel`: parameters in order, constexprs by name. An empty grid runs nothing."""
+    """Start `kernel`: parameters in order, constexprs by name. An empty grid runs nothing.
+
+    early: it may begin before what was launched before it has ended. It must wait for that itself
+    (`gdc_wait`), in every program and before it reads or writes anything.
+    """
     if 0 in grid:
         return
     if _recorder.launches is not None:
         _recorder.launches.append(_describe(kernel, grid, args, constants, num_warps, num_stages))
         return
-    kernel[grid](*args, **_options(num_warps, num_stages), **constants)
+    options = _options(num_warps, num_stages)
+    if early:
+        options["launch_pdl"] = True
+    kernel[grid](*args, **options, **constants)
 
 
-def _options(num_warps: int, num_stages: int) -> dict[str, Any]:
+def _options(num_warps: int, num_stages: int) -> dict[str, int | bool]:
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": FUSED}
 
 

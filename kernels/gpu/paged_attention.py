@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenfleet.kernels.gpu.fp8_bytes import kernel_view, widen
 from tokenfleet.kernels.gpu.launch import Gpu, gpu_of, launch
@@ -137,7 +138,8 @@ def paged_attention(
     if splits > 1:
         launch(
             join_parts, (T, Hq), parts, weights, out, Hq,
-            DIM=D, DIM_PAD=max(16, triton.next_power_of_2(D)), SPLITS=splits, num_warps=4,
+            DIM=D, DIM_PAD=max(16, triton.next_power_of_2(D)), SPLITS=splits, EARLY=False,
+            num_warps=4,
         )  # fmt: skip
     return out
 
@@ -428,9 +430,12 @@ def _attention(
 @triton.jit
 def join_parts(
     parts, part_weights, out, num_heads,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Weigh each split's result by its part of the softmax's denominator."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     place = tl.program_id(0).to(tl.int64) * num_heads + tl.program_id(1)
     split = tl.arange(0, SPLITS)
     d = tl.arange(0, DIM_PAD)

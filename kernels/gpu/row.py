@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenfleet.kernels.gpu.launch import gpu_of, launch
 from tokenfleet.kernels.gpu.registry import Example
@@ -44,11 +45,11 @@ def row_linear(
     rows = ROWS if not gate else ROWS // 2
     if triton.cdiv(N, rows) < 2 * gpu_of(x.device).num_sms:
         rows //= 2
-    tile = TILE_BYTES // weight.itemsize
+    tile, early = TILE_BYTES // weight.itemsize, gpu_of(x.device).early
     launch(
         _row, (triton.cdiv(N, rows),), x.contiguous(), norm, weight, bias, add, out, N, K, eps,
         offset, GATE=gate or "none", EVEN=K % tile == 0, TILE_N=rows, TILE_K=tile, STAGES=STAGES,
-        num_warps=4,
+        EARLY=early, early=early, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -84,8 +85,11 @@ def examples(device: torch.device) -> Iterator[Example]:
 def _row(
     x, norm, weight, bias, add, out, N, K, eps, offset,
     GATE: tl.constexpr, EVEN: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     inside = n < N
     k = tl.arange(0, TILE_K)

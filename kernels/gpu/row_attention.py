@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenfleet.kernels.gpu.fp8_bytes import kernel_view, narrow, widen
 from tokenfleet.kernels.gpu.launch import gpu_of, launch
@@ -61,12 +62,12 @@ def row_attention(
         norms.eps if norms else 0.0, norms.offset if norms else 0.0,
         DIM=D, DIM_PAD=pad, HALF=rot_dim // 2, GROUP=group, BLOCK_SIZE=block_size,
         TILE_M=tiles.m, TILE_N=tiles.n, WINDOW=window is not None, SOFTCAP=softcap is not None,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        EARLY=gpu.early, early=gpu.early, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     if splits > 1:
         launch(
             join_parts, (1, heads), parts, weights, out, heads, DIM=D, DIM_PAD=pad, SPLITS=splits,
-            num_warps=4,
+            EARLY=gpu.early, early=gpu.early, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -104,7 +105,7 @@ def examples(device: torch.device) -> Iterator[Example]:
         moved = 2 * length * kv_heads * dim * kv_dtype.itemsize
         flops = 4 * length * heads * dim
         name = f"row_attention 1x{length} {heads}/{kv_heads}x{dim} {kv_dtype}"
-        yield Example(name, run, moved, flops)
+        yield Example(name, run, moved, flops, common=heads == 32 and kv_dtype == bf16 and normed)
 
 
 @triton.jit
@@ -141,8 +142,11 @@ def _row_attention(
     v_scale, eps, offset,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     kv_head, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     kv_heads = tl.num_programs(0)
     dtype: tl.constexpr = qkv.dtype.element_ty

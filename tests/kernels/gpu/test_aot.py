@@ -28,7 +28,9 @@ def reports() -> list[Report]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    return [Report(**{k: v for k, v in one.items() if k != "faults"}) for one in found]
+    return [
+        Report(**{k: v for k, v in one.items() if k not in ("faults", "blocks")}) for one in found
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -54,6 +56,16 @@ def test_no_kernel_uses_local_memory_or_too_much_shared_memory(of_operation, ope
     compiled = [report for report in of_operation(operation) if not report.error]
     assert [(r.example, r.kernel, r.arch, r.faults) for r in compiled if r.faults] == []
     assert all(report.registers > 0 for report in compiled)
+
+
+def test_enough_weights_are_on_their_way_for_the_whole_bandwidth(reports):
+    """Little's law: between a multiprocessor of an H200 and its memory there is room for 25 KB
+    (4.8 TB/s for some 0.7 us, over 132). Of a block three tiles of 1 KB a row are on their way."""
+    found = [r for r in reports if r.kernel == "_row" and r.arch == 90]
+    assert found
+    for report in found:
+        rows = 8 if report.shared_bytes > 16384 else 4  # four where there are few outputs
+        assert report.blocks * 3 * rows * 1024 >= 4.8e12 * 0.7e-6 / 132, report
 
 
 def test_tall_tiles_are_multiplied_by_the_tensor_cores_own_instruction(reports):
