@@ -96,7 +96,8 @@ class Calibration:
 
 def smooth(layer: Layer, factors: Factors) -> Layer:
     """The layer, of plain weights, with its projections in int8."""
-    assert isinstance(layer.mlp, DenseMlp) and layer.attn_in is not None
+    assert isinstance(layer.mlp, DenseMlp)
+    assert layer.attn_in is not None
     assert layer.mlp_in is not None
     attention, mlp = layer.attention, layer.mlp
     attn_in, into_qkv = _divided(layer.attn_in, factors.attention)
