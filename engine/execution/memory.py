@@ -17,6 +17,7 @@ import torch
 
 from tokenfleet.engine.config import EngineConfig
 from tokenfleet.engine.errors import ConfigError
+from tokenfleet.engine.execution.containment import is_out_of_memory
 
 CPU_SHARE = 0.25
 """Part of the memory that is available at the start which KV blocks may come to use on a CPU."""
@@ -75,16 +76,17 @@ class Room:
 
     promised: int
     """Bytes that the settings leave for them."""
-    there: int | None
-    """Bytes that could be allocated for them now; None = the operating system decides."""
+    there: int
+    """Bytes that could be allocated for them now."""
     sum: str
     """How `promised` came about, for people."""
 
 
 def cpu_room() -> Room:
     """A share of what is available."""
-    promised = int(available_memory_bytes() * CPU_SHARE)
-    return Room(promised, None, f"a quarter of the available memory is {gib(promised)}")
+    available = available_memory_bytes()
+    promised = int(available * CPU_SHARE)
+    return Room(promised, available, f"a quarter of the available memory is {gib(promised)}")
 
 
 def cuda_room(
@@ -130,11 +132,11 @@ def fitting_blocks(
             )
         count = min(fitting, config.max_num_seqs * needed)
     wanted = (count + 1) * per_block
-    if room.there is not None and wanted > room.there:
+    if wanted > room.there:
         raise ConfigError(
-            f"{count} KV blocks take {gib(wanted)} and {gib(room.there)} are free beside the"
-            f" largest step ({room.sum}); other processes hold the rest: end them, or lower"
-            " gpu_memory_fraction or num_blocks"
+            f"{count} KV blocks take {gib(wanted)} and {gib(room.there)} are free for them"
+            f" ({room.sum}); end processes that hold the rest, or lower num_blocks or"
+            " gpu_memory_fraction"
         )
     return count
 
@@ -148,10 +150,12 @@ def refusing(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise ConfigError(
             f"{what} and memory ran out: another process may hold it; end that, or use a larger"
-            f" card, a quantization or smaller limits ({error})"
+            f" machine, a quantization or smaller limits ({error})"
         ) from error
 
 

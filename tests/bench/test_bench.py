@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from tokenfleet.worker.bench.figures import Seen, Summary, figures_of, percentile, ratio
-from tokenfleet.worker.bench.fleet import bench_fleet
+from tokenfleet.worker.bench.fleet import FleetContender, bench_fleet
 from tokenfleet.worker.bench.runs import (
     UNSET,
     BenchConfig,
@@ -22,6 +23,7 @@ from tokenfleet.worker.bench.runs import (
     take_turns,
 )
 from tokenfleet.worker.bench.workloads import BenchJob, Workload, workload_s, workload_w
+from tokenfleet.worker.demo.worker_process import WorkerProcess
 
 pytestmark = pytest.mark.timeout(400)  # several processes that import torch, one after the other
 
@@ -131,6 +133,23 @@ def test_the_fleet_is_compared_with_the_engine_alone_in_one_run(tiny_checkpoint:
         assert summary.middle("output_tokens") == 256
         assert summary.middle("steps") >= 128
         assert summary.middle("mean_batch") > 1.0
+
+
+async def test_a_fleet_whose_worker_ends_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
+    fleet = FleetContender(BenchConfig(tmp_path))
+    log = tmp_path / "worker.log"
+    log.write_text("out of memory")
+    fleet._worker = WorkerProcess("bench-1", {}, log)
+    fleet._worker._process = await asyncio.create_subprocess_exec("sh", "-c", "exit 7")
+    forever = asyncio.get_running_loop().create_future()
+
+    async def playing() -> dict[str, float]:
+        await forever
+        return {}
+
+    with pytest.raises(BenchFailed, match="code 7:\nout of memory"):
+        await fleet._unless_it_ends(playing())
+    assert forever.cancelled()
 
 
 def test_a_static_batch_runs_as_long_as_its_longest_job_and_counts_what_was_asked_for(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+from collections.abc import Coroutine
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -31,7 +32,7 @@ from tokenfleet.worker.bench.runs import (
     take_turns,
 )
 from tokenfleet.worker.bench.workloads import Workload, warm_up
-from tokenfleet.worker.demo.worker_process import WorkerProcess
+from tokenfleet.worker.demo.worker_process import WorkerDied, WorkerProcess
 from tokenfleet.worker.loops import fastest_loop
 
 if TYPE_CHECKING:
@@ -58,7 +59,13 @@ class FleetContender:
         logs = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tokenfleet-")))
         server = self._stack.enter_context(EmbeddedServer())
         self._worker = self._make_worker(server, logs)
-        self._client = self._runner.run(self._open(server))
+        try:
+            self._client = self._runner.run(self._open(server))
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            if isinstance(error, WorkerDied):
+                raise BenchFailed(str(error)) from None
+            raise
         return self
 
     def __exit__(
@@ -73,7 +80,7 @@ class FleetContender:
 
     def run(self, workload: Workload) -> dict[str, float]:
         before = self._runner.run(self._worker.metric(STEPS))
-        figures = self._runner.run(self._play(workload))
+        figures = self._runner.run(self._unless_it_ends(self._play(workload)))
         steps = self._runner.run(self._worker.metric(STEPS)) - before
         return figures | {
             "steps": steps,
@@ -111,6 +118,24 @@ class FleetContender:
         if hasattr(self, "_client"):
             await self._client.__aexit__(None, None, None)
         await self._worker.stop(3.0)
+
+    async def _unless_it_ends(
+        self, playing: Coroutine[Any, Any, dict[str, float]]
+    ) -> dict[str, float]:
+        """What is played, for as long as the worker lives: its jobs would wait for another one."""
+        play = asyncio.ensure_future(playing)
+        end = asyncio.ensure_future(self._worker.ended())
+        try:
+            await asyncio.wait((play, end), return_when=asyncio.FIRST_COMPLETED)
+            if not play.done():
+                raise BenchFailed(
+                    f"the worker ended with code {end.result()}:\n{self._worker.last_lines()}"
+                )
+            return play.result()
+        finally:
+            play.cancel()
+            end.cancel()
+            await asyncio.gather(play, end, return_exceptions=True)
 
     async def _play(self, workload: Workload) -> dict[str, float]:
         from tokenfleet.producer import SamplingParams

@@ -80,7 +80,7 @@ def test_a_neighbour_that_allocates_or_frees_during_the_start_does_not_move_the_
 
 
 def test_memory_that_a_neighbour_took_is_a_refusal_with_the_sum():
-    with pytest.raises(ConfigError, match="other processes hold the rest") as caught:
+    with pytest.raises(ConfigError, match="end processes that hold the rest") as caught:
         blocks(room(Card(others=40 * GIB)))
     for figure in ("0.9 of 80.00 GiB is 72.00 GiB", "weights 16.00 GiB", "largest step 2.00 GiB",
                    "CUDA graphs 0.00 GiB", "53.00 GiB", "gpu_memory_fraction"):  # fmt: skip
@@ -109,6 +109,12 @@ def test_the_profiling_run_is_a_step_as_large_as_any(tiny_random, make_core):
     pick_num_blocks(config, decoder, 4, 64, card, 3)
     assert seen == [30]
     assert card.calls == ["total", "step", "free"]
+
+
+def test_blocks_beyond_the_machines_memory_are_refused_before_they_are_allocated(tiny_random):
+    config = EngineConfig(tiny_random("llama"), device="cpu", num_blocks=10**9)
+    with pytest.raises(ConfigError, match=r"1000000000 KV blocks take .* are free .*num_blocks"):
+        loading.load_model(config)
 
 
 @pytest.mark.parametrize("stage", ["load_decoder", "run_largest_step", "Runner"])
