@@ -87,6 +87,8 @@ class Connection:
         self._line: Line | None = None
         """Of the scripts that run often."""
         self._checked = False
+        self._closings = 0
+        """Times it was closed: what was under way then is not tried again."""
         self._pid = os.getpid()
 
     def keys(self, partition: int) -> Keys:
@@ -213,6 +215,7 @@ class Connection:
         """Close what was opened here; a client that was handed in stays open."""
         client, self._client = self._client, None
         line, self._line = self._line, None
+        self._closings += 1
         if self._pid != os.getpid():
             return
         if line is not None:
@@ -222,7 +225,7 @@ class Connection:
 
     async def _persist(self, once: Any, patience_s: float) -> Any:
         give_up = time.monotonic() + patience_s
-        tries = 0
+        tries, closings = 0, self._closings
         while True:
             try:
                 return await once()
@@ -231,6 +234,7 @@ class Connection:
             except OutOfMemoryError as error:
                 raise BrokerUnavailable(f"Redis is out of memory: {error}") from error
             except _PASSING as error:
+                self._check_open(closings)
                 if "CERTIFICATE_VERIFY_FAILED" in str(error):
                     raise BrokerUnsupported(
                         f"{self.describe()} shows a certificate that is not trusted ({error}); "
@@ -246,6 +250,7 @@ class Connection:
                         f"({error or type(error).__name__}); {self._doubt()}"
                     ) from error
                 await asyncio.sleep(pause)
+                self._check_open(closings)
             except InvalidResponse as error:
                 problem = f"what answers is no Redis ({self.describe()}: {error}); {self._doubt()}"
                 raise BrokerUnsupported(problem) from error
@@ -261,6 +266,11 @@ class Connection:
                 raise BrokerUnsupported(
                     f"Redis refuses a script: {error}; `tokenfleet acl` prints the rights it needs"
                 ) from error
+
+    def _check_open(self, closings: int) -> None:
+        """A call that was under way as we were closed must not open anything again."""
+        if self._closings != closings:
+            raise BrokerUnavailable(f"{self.describe()}: the client was closed during a call")
 
     async def _look_again(self) -> None:
         if self._line is not None:

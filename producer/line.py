@@ -35,6 +35,7 @@ class Line:
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self._replies: _Replies | None = None
+        self._hang_ups = 0
         self.busy = False
         """Whether a call is under way: another one has to go another way."""
 
@@ -61,15 +62,18 @@ class Line:
     async def hang_up(self) -> None:
         """Close the connection; the next call opens another."""
         replies, self._replies = self._replies, None
+        self._hang_ups += 1
         if replies is not None:
             replies.transport.abort()  # a server that reads no more would never let it be closed
             await replies.wire.disconnect(nowait=True)
 
     async def _connect(self) -> _Replies:
         await self.hang_up()
-        wire = self._make()
+        wire, hang_ups = self._make(), self._hang_ups
         try:
             await wire.connect()
+            if self._hang_ups != hang_ups:
+                raise ConnectionError("Connection closed while it was made")
         except BaseException:
             await wire.disconnect(nowait=True)
             raise

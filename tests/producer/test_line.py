@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError, NoScriptError, ResponseError, TimeoutError
 
+from tokenfleet.producer.connection import Connection
+from tokenfleet.producer.errors import BrokerUnavailable
 from tokenfleet.producer.line import Line
 from tokenfleet.producer.scripts import Script
 from tokenfleet.worker.claims import flat
@@ -82,6 +84,35 @@ async def test_a_connection_killed_under_a_call_raises_and_the_next_call_opens_a
         with pytest.raises(ConnectionError):
             await waiting
         assert await line.execute_command("CLIENT ID") != number
+
+
+async def test_a_line_hung_up_while_it_connects_leaves_nothing_open(valkey_lab):
+    made: list[Any] = []
+    began = asyncio.Event()
+
+    def begin(wire: Any) -> None:
+        made.append(wire)
+        began.set()
+
+    async with line_to(valkey_lab, begin) as line:
+        calling = asyncio.create_task(line.execute_command("PING"))
+        await began.wait()
+        await line.hang_up()
+        with pytest.raises(ConnectionError, match="closed while it was made"):
+            await calling
+        assert not made[0].is_connected
+        assert await line.execute_command("PING") == b"PONG"
+
+
+async def test_a_call_under_way_as_its_client_is_closed_opens_nothing_again(valkey_lab):
+    lab = valkey_lab
+    connection = Connection(lab.server.url, namespace=lab.namespace)
+    waiting = asyncio.create_task(connection.execute("BLPOP", "nothing", 0))
+    await lab.until(lambda: _blocked(lab, 1))
+    await connection.aclose()
+    with pytest.raises(BrokerUnavailable, match="closed during a call"):
+        await waiting
+    assert connection._client is None
 
 
 async def test_what_the_server_pushes_is_no_reply(valkey_lab):
