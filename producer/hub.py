@@ -21,6 +21,7 @@ from redis.exceptions import RedisClusterException, RedisError
 
 from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import BrokerUnavailable
+from tokenfleet.producer.patience import Patience
 
 MOST_WAITING = 1000
 """Messages kept for a slow subscriber; beyond, it reads the log instead."""
@@ -84,40 +85,6 @@ class Subscription:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-class Patience:
-    """Calls `over` once nothing has begun anew for a while.
-
-    One timer serves all waits of a stream and looks at the time when it goes off: a stream waits
-    for every message, and to make and cancel a timer each time costs more than to decode the event.
-    """
-
-    def __init__(self, over: Callable[[], None]) -> None:
-        self._over = over
-        self._until = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-
-    def begin(self, timeout_s: float) -> None:
-        """Call in `timeout_s`, unless this is called again before."""
-        loop = asyncio.get_running_loop()
-        self._until = loop.time() + timeout_s
-        if self._timer is None:
-            self._timer = loop.call_at(self._until, self._look)
-
-    def end(self) -> None:
-        """Call no more."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _look(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._timer = None
-        if loop.time() >= self._until:
-            self._over()
-        else:
-            self._timer = loop.call_at(self._until, self._look)
 
 
 class Hub:

@@ -18,6 +18,8 @@ from typing import Any
 import hiredis
 from redis.exceptions import ConnectionError, InvalidResponse, TimeoutError
 
+from tokenfleet.producer.patience import Patience
+
 WAIT_S = 5.0
 """How long a reply is waited for where the connection's settings name no time."""
 
@@ -96,18 +98,13 @@ class _Replies(asyncio.Protocol):
         )
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[Any] | None = None
-        self._due = 0.0
-        """When it has waited long enough, by the loop's clock."""
-        self._timer: asyncio.TimerHandle | None = None
-        """Goes off when the reply was due that was waited for as it was set: one for many calls."""
+        self._patience = Patience(self._too_late)
         self.transport.set_protocol(self)
 
     def expect(self) -> asyncio.Future[Any]:
         """The next reply. What Redis refuses is one too, as an exception that is not raised."""
         self._waiter = waiter = self._loop.create_future()
-        self._due = self._loop.time() + (self.wire.socket_timeout or WAIT_S)
-        if self._timer is None:
-            self._timer = self._loop.call_at(self._due, self._look)
+        self._patience.begin(self.wire.socket_timeout or WAIT_S)
         return waiter
 
     def data_received(self, data: bytes) -> None:
@@ -127,19 +124,12 @@ class _Replies(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.open = False
-        if self._timer is not None:
-            self._timer.cancel()
+        self._patience.end()
         self._fail(ConnectionError(f"Connection closed by server: {error or 'no reason given'}"))
         self._before.connection_lost(error)
 
-    def _look(self) -> None:
-        self._timer = None
-        if self._waiter is None:
-            return
-        if self._loop.time() >= self._due:
-            self._fail(TimeoutError("Timeout reading from socket"))
-        else:
-            self._timer = self._loop.call_at(self._due, self._look)
+    def _too_late(self) -> None:
+        self._fail(TimeoutError("Timeout reading from socket"))
 
     def _fail(self, error: Exception) -> None:
         waiter, self._waiter = self._waiter, None
