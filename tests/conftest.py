@@ -158,6 +158,11 @@ class Lab:
             job.stream, GROUP, owner[0]["consumer"], 0, [job.entry], idle=3_600_000, justid=True
         )
 
+    async def blocked(self, client_id: int) -> bool:
+        """Whether the server lets that connection wait in a blocking command."""
+        found = await self.raw.client_list(client_id=[client_id])
+        return any("b" in client["flags"] for client in found)
+
     async def entries(self, model: str = "m") -> int:
         """Entries in all of the model's queues."""
         found = await self.raw.keys(f"{self.keys.prefix}:q:{model}:*")

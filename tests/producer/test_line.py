@@ -19,8 +19,11 @@ from tokenfleet.worker.claims import flat
 
 @asynccontextmanager
 async def line_to(lab: Any, change: Callable[[Any], None] = lambda _wire: None) -> AsyncIterator:
+    """A line that waits for a reply as long as the test takes, unless `change` says otherwise."""
+
     def make() -> Any:
         wire = lab.connection.line_to(0)
+        wire.socket_timeout = 600.0
         change(wire)
         return wire
 
@@ -52,16 +55,16 @@ async def test_a_call_broken_off_leaves_its_reply_to_nobody(valkey_lab):
     lab = valkey_lab
     async with line_to(lab) as line:
         before = await line.execute_command("CLIENT ID")
-        waiting = asyncio.create_task(line.execute_command("BLPOP", "nothing", 0))
-        await lab.until(lambda: _blocked(lab, 1))
+        nothing = f"{lab.namespace}:nothing"
+        waiting = asyncio.create_task(line.execute_command("BLPOP", nothing, 0))
+        await lab.until(lambda: lab.blocked(before))
         assert line.busy
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        await lab.raw.rpush("nothing", "late")
+        await lab.raw.rpush(nothing, "late")
         assert await line.execute_command("ECHO", "mine") == b"mine"
         assert await line.execute_command("CLIENT ID") != before
-        await lab.raw.delete("nothing")
 
 
 async def test_a_reply_that_is_not_there_in_time_is_a_timeout_and_the_next_call_goes_on(valkey_lab):
@@ -70,7 +73,7 @@ async def test_a_reply_that_is_not_there_in_time_is_a_timeout_and_the_next_call_
         assert await line.execute_command("ECHO", "a") == b"a"
         wires[0].socket_timeout = 0.01
         with pytest.raises(TimeoutError):
-            await line.execute_command("BLPOP", "nothing", 0)
+            await line.execute_command("BLPOP", f"{valkey_lab.namespace}:nothing", 0)
         assert await line.execute_command("ECHO", "b") == b"b"
 
 
@@ -78,8 +81,9 @@ async def test_a_connection_killed_under_a_call_raises_and_the_next_call_opens_a
     lab = valkey_lab
     async with line_to(lab) as line:
         number = await line.execute_command("CLIENT ID")
-        waiting = asyncio.create_task(line.execute_command("BLPOP", "nothing", 0))
-        await lab.until(lambda: _blocked(lab, 1))
+        nothing = f"{lab.namespace}:nothing"
+        waiting = asyncio.create_task(line.execute_command("BLPOP", nothing, 0))
+        await lab.until(lambda: lab.blocked(number))
         await lab.raw.client_kill_filter(_id=number)
         with pytest.raises(ConnectionError):
             await waiting
@@ -107,8 +111,10 @@ async def test_a_line_hung_up_while_it_connects_leaves_nothing_open(valkey_lab):
 async def test_a_call_under_way_as_its_client_is_closed_opens_nothing_again(valkey_lab):
     lab = valkey_lab
     connection = Connection(lab.server.url, namespace=lab.namespace)
-    waiting = asyncio.create_task(connection.execute("BLPOP", "nothing", 0))
-    await lab.until(lambda: _blocked(lab, 1))
+    connection.client.connection_pool.connection_kwargs["socket_timeout"] = 600.0
+    number = await connection.execute("CLIENT", "ID")
+    waiting = asyncio.create_task(connection.execute("BLPOP", f"{lab.namespace}:nothing", 0))
+    await lab.until(lambda: lab.blocked(number))
     await connection.aclose()
     with pytest.raises(BrokerUnavailable, match="closed during a call"):
         await waiting
@@ -119,12 +125,12 @@ async def test_what_the_server_pushes_is_no_reply(valkey_lab):
     def modern(wire: Any) -> None:
         wire.protocol = 3
 
+    watched = f"{valkey_lab.namespace}:watched"
     async with line_to(valkey_lab, modern) as line:
         await line.execute_command("CLIENT", "TRACKING", "ON", "BCAST")
         for value in ("a", "b", "c"):
-            await valkey_lab.raw.set("watched", value)
-            assert await line.execute_command("GET", "watched") == value.encode()
-        await valkey_lab.raw.delete("watched")
+            await valkey_lab.raw.set(watched, value)
+            assert await line.execute_command("GET", watched) == value.encode()
 
 
 async def test_scripts_that_run_often_have_a_connection_of_their_own_and_survive_its_loss(
@@ -144,7 +150,3 @@ async def test_scripts_that_run_often_have_a_connection_of_their_own_and_survive
         await lab.raw.client_kill_filter(_type="normal", skipme=True)
     assert [event.offset for event in await lab.log(job_id)] == [0, 1, 2]
     assert await queue.finish(job, flat([]), None, state="cancelled")
-
-
-async def _blocked(lab: Any, count: int) -> bool:
-    return int((await lab.raw.info("clients"))["blocked_clients"]) == count
