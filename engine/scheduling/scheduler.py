@@ -6,6 +6,9 @@ are all this one rule. Running sequences come first, the ones that miss a single
 so a decode never waits for a prompt; then waiting ones, in order, while budget, slots and blocks
 last.
 
+No prompt is cut where it can be whole: one that fits a step of its own is not begun in what a step
+that is more than half full has left. It would end no earlier, and those before it later.
+
 When blocks run out, the running sequence that is last in order is preempted: its blocks go back and
 it waits again, at its old place. Nothing is admitted in a step that preempted, and an admission
 leaves one block for each running sequence, so two sequences do not evict each other in turn. The
@@ -166,6 +169,8 @@ class Scheduler:
             if sequence is None or self._still_blocked(sequence):
                 return
             prefix = self._prefixes.known(sequence)
+            if self._better_later(plan, sequence.num_known - prefix.tokens, left):
+                return
             if not self._leaves_room(sequence, prefix.blocks):
                 self._blocked = (sequence, self.pool.num_free)
                 return
@@ -194,6 +199,13 @@ class Scheduler:
         if others and sequence.num_missing > limits.long_prompt:
             allowed = min(allowed, max(1, left // 2))
         return min(sequence.num_missing, allowed)
+
+    def _better_later(self, plan: StepPlan, missing: int, left: int) -> bool:
+        """Whether a prompt that fits the next step would be cut to fill this one."""
+        limits = self.limits
+        room = limits.max_num_batched_tokens - len(plan.decodes)
+        wanted = min(missing, limits.max_chunk_tokens or missing)
+        return left < wanted <= room and 2 * left < room
 
     # -- blocks ----------------------------------------------------------------------------
 

@@ -36,6 +36,31 @@ def test_a_huge_prompt_leaves_half_of_the_budget_to_short_ones(world):
     assert ("r1", 0) in history.ends
 
 
+def test_a_prompt_that_fits_the_next_step_is_not_cut_to_fill_this_one(world):
+    core, model = world.start(400, 4, 20, 8, None, prefix_cache=False)
+    history = world.History(core, model)
+    for length in (4, 8, 12, 12, 12):
+        history.add([1] * length, SamplingParams(max_tokens=9, seed=1, ignore_eos=True))
+    seen = []
+    while len(seen) < 4:
+        history.step()
+        seen.append([len(history.outputs[f"r{number}", 0]) for number in range(5)])
+    # 12 + two decodes (of 20), then 12 + three, then 12 + four: nobody's first token comes later
+    assert seen == [[1, 1, 0, 0, 0], [2, 2, 1, 0, 0], [3, 3, 2, 1, 0], [4, 4, 3, 2, 1]]
+    assert core.stats.running == 5
+    history.drain()
+    history.check()
+
+
+def test_a_prompt_that_fits_no_step_and_a_step_less_than_half_full_are_cut_and_filled(world):
+    for lengths, computed in (([12, 30], 20), ([8, 18], 20), ([12, 18], 12)):
+        core, model = world.start(400, 4, 20, 8, None, prefix_cache=False)
+        history = world.History(core, model)
+        for length in lengths:
+            history.add([1] * length, SamplingParams(max_tokens=2, seed=1))
+        assert core.scheduler.schedule().num_tokens == computed
+
+
 def test_samples_share_the_prompts_blocks_and_copy_only_the_last(world):
     core, model = world.start(400, 4, 64, 16, None, prefix_cache=True)
     history = world.History(core, model)
