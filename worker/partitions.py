@@ -67,7 +67,7 @@ class Spread:
                 return
             taken, lost = await self._claim(shares, want)
             full = all(taken.get(p) == sum(share.values()) for p, share in shares.items())
-            if full and _total(waiting) == _total(shares):
+            if full and _total(shares) < want:  # all that was seen; at `want` a look ends
                 return
             left = [p for p in left if p not in unseen and p not in lost and taken.get(p, 1)]
 

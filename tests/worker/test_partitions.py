@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from tokenfleet.producer.errors import BrokerUnavailable
 from tokenfleet.producer.keys import PRIORITIES, new_job_id, partition_of
 from tokenfleet.producer.protocol import JobRequest
+from tokenfleet.worker import taker
 from tokenfleet.worker.broker import Broker
 from tokenfleet.worker.lease import LeaseKeeper
 from tokenfleet.worker.partitions import allot
 from tokenfleet.worker.priorities import Offer
 from tokenfleet.worker.queue import JobQueue
+from tokenfleet.worker.rules import EVERY_OTHER, Rules, TenantLimits
 
 PARTITIONS = 4
 
@@ -110,6 +112,27 @@ async def test_a_claim_takes_no_more_than_it_asks_for_over_all_partitions(valkey
     found += await spread.claim(100)
     assert {job.id for job in found} == ids
     assert len(found) == len(ids)
+
+
+async def test_a_claim_goes_on_where_more_waits_than_one_call_takes(
+    valkey_lab, spread, monkeypatch
+):
+    monkeypatch.setattr(taker, "MOST_PER_CLAIM", 4)
+    ids = [await put(valkey_lab, 1) for _ in range(9)]
+    assert [job.id for job in await spread.claim(20)] == ids
+
+
+async def test_tenants_of_whom_nothing_waits_any_more_hide_nobody_behind_them(valkey_lab, spread):
+    """More of them than one look reads stand first in line: their jobs were cancelled."""
+    lab, canceller = valkey_lab, valkey_lab.client()
+    await Rules(spread.connection).set_limits(TenantLimits(EVERY_OTHER, running=40))
+    for number in range(130):
+        job_id = await put(lab, 1, tenant=f"t{number}")
+        await canceller.job(job_id).cancel()
+    ids = [await put(lab, 1, tenant=name) for name in ("last", "later")]
+    assert [job.id for job in await spread.claim(9)] == ids
+    line = spread.connection.keys(1).prefix + ":turns:m:default"
+    assert await lab.raw.zcard(line) <= 1, "the queue itself"
 
 
 async def test_a_claim_asks_all_partitions_at_once(valkey_lab, spread):

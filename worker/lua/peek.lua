@@ -4,7 +4,8 @@
 -- ARGV[3] most jobs to count in each pair
 -- Returns {now, next due time (-1: none), streams whose group was gone, last entry id of each KEY, jobs
 --         per pair, keys that are not ours as claim says them}
--- If it never runs: nothing changed but that jobs which have come due are in their queues.
+-- If it never runs: nothing changed but that jobs which have come due are in their queues, and that
+--         tenants of whom nothing waits any more (cancelled, expired) have left the line for turns.
 --
 -- What is counted may be gone, stale or at a limit by the time it is claimed: a claim decides.
 
@@ -28,14 +29,30 @@ local function undelivered(stream)
   return #redis.call('XRANGE', stream, '(' .. last_delivered(stream), '+', 'COUNT', most)
 end
 
+-- Jobs in the backlogs of the tenants in line; more of the line is read until `enough` are found.
+local function held_back(class, enough)
+  local turns, found, at = P .. ':turns:' .. class, 0, 0
+  while found < enough do
+    local tenants = redis.call('ZRANGE', turns, at, at + 63)
+    if #tenants == 0 then break end
+    for _, tenant in ipairs(tenants) do
+      local waits = tenant == '*' and 0 or redis.call('ZCARD', tenant_key(tenant, 'q:' .. class))
+      if waits > 0 or tenant == '*' then
+        found, at = found + waits, at + 1
+      else
+        redis.call('ZREM', turns, tenant)
+        redis.call('SREM', P .. ':backlogs:' .. class, tenant)
+      end
+    end
+  end
+  return found
+end
+
 local function waiting(front, queue)
   local class = class_of(queue)
   if redis.call('SISMEMBER', P .. ':paused', class) == 1 then return 0 end
   local found = undelivered(front) + undelivered(queue)
-  for _, tenant in ipairs(redis.call('ZRANGE', P .. ':turns:' .. class, 0, 63)) do
-    if tenant ~= '*' then found = found + redis.call('ZCARD', tenant_key(tenant, 'q:' .. class)) end
-  end
-  return math.min(found, most)
+  return math.min(found + held_back(class, most - found), most)
 end
 
 local next_due, counts = promote_due(), {}
