@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from tokenfleet.worker.bench.runs import (
     BenchConfig,
     BenchFailed,
     Child,
+    Report,
     bench_engine,
     take_turns,
 )
@@ -84,21 +87,38 @@ def test_contenders_take_turns_and_unfinished_work_has_no_rate() -> None:
     played: list[str] = []
 
     class Contender:
-        def __init__(self, name: str, missing: int = 0) -> None:
+        def __init__(self, name: str, missing: int = 0, from_turn: int = 1) -> None:
             self.name = name
             self._missing = missing
+            self._turns_left = from_turn
 
         def run(self, workload: Workload) -> dict[str, float]:
             played.append(self.name)
-            return {"tokens_per_s": 1.0, "output_tokens": workload.output_tokens - self._missing}
+            self._turns_left -= 1
+            missing = 0 if self._turns_left > 0 else self._missing
+            return {"tokens_per_s": 1.0, "output_tokens": workload.output_tokens - missing}
 
     config = BenchConfig(Path("m"), counts=(1,), repeats=2)
     both = [Contender("a"), Contender("b")]
-    summaries = list(take_turns(config, 1000, lambda _: both, lambda _: None))
+    kept: list[Report] = []
+    make = partial(Report, "engine", baselines=("a",), facts={})
+
+    def play(them: list[Contender], config: BenchConfig = config) -> Report:
+        return take_turns(config, 1000, lambda _: them, lambda _: None, kept.append, make)
+
+    report = play(both)
     assert played == ["a", "b", "a", "b"]
-    assert [(s.engine, len(s.runs)) for s in summaries] == [("a", 2), ("b", 2)]
+    assert [(s.engine, len(s.runs)) for s in report.summaries] == [("a", 2), ("b", 2)]
+    assert [report.complete, *(one.complete for one in kept)] == [True, False, False]
     with pytest.raises(BenchFailed, match="c made 127 of 128 tokens"):
-        take_turns(config, 1000, lambda _: [Contender("c", 1)], lambda _: None)
+        play([Contender("c", 1)])
+
+    kept.clear()
+    with pytest.raises(BenchFailed):
+        play([Contender("a"), Contender("b", 1, from_turn=3)], replace(config, counts=(1, 2)))
+    lengths = [[(s.engine, s.workload, len(s.runs)) for s in report.summaries] for report in kept]
+    whole = [("a", "W N=1", 2), ("b", "W N=1", 2)]
+    assert lengths == [[(*s[:2], 1) for s in whole], whole], "whole turns, and nothing of a third"
 
 
 def test_the_engine_is_compared_with_transformers_in_one_run(tiny_checkpoint: Path) -> None:
@@ -106,7 +126,7 @@ def test_the_engine_is_compared_with_transformers_in_one_run(tiny_checkpoint: Pa
     config = BenchConfig(
         tiny_checkpoint, counts=(2,), repeats=2, threads=1, compare=("transformers",)
     )
-    report = bench_engine(config, said.append)
+    report = bench_engine(config, said.append, lambda _: None)
     rows = {summary.engine: summary for summary in report.summaries}
     assert set(rows) == {"engine", "transformers single", "transformers batch all"}
     for row in rows.values():
@@ -124,7 +144,7 @@ def test_the_engine_is_compared_with_transformers_in_one_run(tiny_checkpoint: Pa
 
 def test_the_fleet_is_compared_with_the_engine_alone_in_one_run(tiny_checkpoint: Path) -> None:
     config = BenchConfig(tiny_checkpoint, counts=(2,), repeats=1, threads=1)
-    report = bench_fleet(config, lambda _: None)
+    report = bench_fleet(config, lambda _: None, lambda _: None)
     assert {summary.engine for summary in report.summaries} == {"fleet", "engine"}
     (found,) = report.ratios()
     assert (found["of"], found["to"]) == ("fleet", "engine")

@@ -107,7 +107,7 @@ def test_a_peer_that_is_not_there_is_left_out_and_the_others_run(
         ours=("engine", "fleet"),
         peers=("vllm float16", "transformers"),
     )
-    report = run.bench_peers(config, said.append)
+    report = run.bench_peers(config, said.append, lambda _: None)
     assert {s.engine for s in report.summaries} == {
         "engine", "fleet", "transformers batch all",
     }  # fmt: skip

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Coroutine
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -26,6 +27,7 @@ from tokenfleet.worker.bench.runs import (
     Child,
     Contender,
     EngineContender,
+    Keep,
     Report,
     Say,
     machine_facts,
@@ -165,7 +167,7 @@ class FleetContender:
         return seen
 
 
-def bench_fleet(config: BenchConfig, say: Say) -> Report:
+def bench_fleet(config: BenchConfig, say: Say, keep: Keep) -> Report:
     """The fleet and the engine alone in turns; the ratio says what Redis and text cost."""
     with ExitStack() as stack:
         say(f"loading {config.model}, twice")
@@ -176,6 +178,6 @@ def bench_fleet(config: BenchConfig, say: Say) -> Report:
         contenders: list[Contender] = [fleet, EngineContender(alone)]
         for contender in contenders:
             contender.run(warm_up(vocab_size))
-        summaries = take_turns(config, vocab_size, lambda _: contenders, say)
         facts = machine_facts(config) | {"engine": alone.facts}
-    return Report("fleet", tuple(summaries), ("fleet",), facts)
+        report = partial(Report, "fleet", baselines=("fleet",), facts=facts)
+        return take_turns(config, vocab_size, lambda _: contenders, say, keep, report)

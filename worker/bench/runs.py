@@ -14,9 +14,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -195,6 +196,8 @@ class Report:
     baselines: tuple[str, ...]
     """The engines whose figures are divided by those of all the others."""
     facts: Mapping[str, Any]
+    complete: bool = True
+    """False: more turns were to come."""
 
     def ratios(self) -> list[dict[str, Any]]:
         """Each baseline over each other engine, workload by workload."""
@@ -216,6 +219,7 @@ class Report:
         return {
             "bench": self.command,
             "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "complete": self.complete,
             **self.facts,
             "results": [summary.as_dict() for summary in self.summaries],
             "ratios": self.ratios(),
@@ -223,9 +227,11 @@ class Report:
 
 
 Say = Callable[[str], None]
+Keep = Callable[[Report], None]
+"""Told what is known after each turn: a bench of half an hour may be ended before its end."""
 
 
-def bench_engine(config: BenchConfig, say: Say) -> Report:
+def bench_engine(config: BenchConfig, say: Say, keep: Keep) -> Report:
     """Our engine, and beside it in the same run what it is to be compared with."""
     with ExitStack() as stack:
         say(f"loading {config.model}")
@@ -252,8 +258,8 @@ def bench_engine(config: BenchConfig, say: Say) -> Report:
                 rivals = [StaticBatches(others, size) for size in sizes]
             return [EngineContender(ours), *rivals]
 
-        summaries = take_turns(config, vocab_size, contenders, say)
-    return Report("engine", tuple(summaries), ("engine",), facts)
+        report = partial(Report, "engine", baselines=("engine",), facts=facts)
+        return take_turns(config, vocab_size, contenders, say, keep, report)
 
 
 def take_turns(
@@ -261,12 +267,14 @@ def take_turns(
     vocab_size: int,
     contenders: Callable[[Workload], Sequence[Contender]],
     say: Say,
-) -> Iterable[Summary]:
+    keep: Keep,
+    report: Callable[..., Report],
+) -> Report:
     """Every workload `repeats` times, all contenders after one another in each repeat."""
-    summaries: list[Summary] = []
+    before: list[Summary] = []
     for make in config.plans(vocab_size):
         runs: dict[str, list[dict[str, float]]] = {}
-        name = make(0).name
+        summaries: list[Summary] = []
         for repeat in range(config.repeats):
             workload = make(config.seed + repeat)
             for contender in contenders(workload):
@@ -274,11 +282,13 @@ def take_turns(
                 _check_complete(contender.name, workload, figures)
                 runs.setdefault(contender.name, []).append(figures)
                 say(
-                    f"{name:7} {repeat + 1}/{config.repeats} {contender.name:24}"
+                    f"{workload.name:7} {repeat + 1}/{config.repeats} {contender.name:24}"
                     f"{figures['tokens_per_s']:8.1f} tok/s"
                 )
-        summaries += [Summary(engine, name, tuple(found)) for engine, found in runs.items()]
-    return summaries
+            summaries = [Summary(name, workload.name, tuple(found)) for name, found in runs.items()]
+            keep(report(summaries=(*before, *summaries), complete=False))
+        before += summaries
+    return report(summaries=tuple(before))
 
 
 def _check_complete(name: str, workload: Workload, figures: Mapping[str, float]) -> None:

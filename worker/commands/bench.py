@@ -16,7 +16,7 @@ from tokenfleet.worker.commands import base
 from tokenfleet.worker.commands.base import Output, OutputOption
 
 if TYPE_CHECKING:
-    from tokenfleet.worker.bench.runs import BenchConfig, Report, Say
+    from tokenfleet.worker.bench.runs import BenchConfig, Keep, Report, Say
 
 
 class WorkloadName(StrEnum):
@@ -210,22 +210,28 @@ def _engine_settings(dtype: str, quantization: str | None, budget: int) -> dict[
 
 
 def report(
-    run: Callable[[BenchConfig, Say], Report],
+    run: Callable[[BenchConfig, Say, Keep], Report],
     config: BenchConfig,
     json_path: Path | None,
     output: Output,
 ) -> None:
-    """Run a bench; its figures go where they are asked for. Exits 1 when it cannot be finished."""
+    """Run a bench; its figures go where they are asked for. Exits 1 when it cannot be finished.
+
+    The file is written after every turn, so that what ends the bench leaves what was found.
+    """
     from tokenfleet.worker.bench.runs import BenchFailed
+
+    def keep(report: Report) -> None:
+        if json_path is not None:
+            json_path.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(base.TERMINATED))  # and clean up on the way
     try:
-        report = run(config, base.note)
+        report = run(config, base.note, keep)
     except BenchFailed as error:
         base.say_error("BenchFailed", str(error), output)
         raise typer.Exit(base.SOME_FAILED) from None
-    if json_path is not None:
-        json_path.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+    keep(report)
     if output is Output.JSON:
         base.print_json(report.as_dict())
         return

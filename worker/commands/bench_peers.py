@@ -33,6 +33,7 @@ class Rival(StrEnum):
     VLLM_BF16 = "vllm bfloat16"
     VLLM_FP16 = "vllm float16"
     VLLM_SERVER_BF16 = "vllm-server bfloat16"
+    VLLM_SERVER_FP16 = "vllm-server float16"
     LLAMA_Q8 = "llama.cpp Q8_0"
     LLAMA_F16 = "llama.cpp F16"
     TRANSFORMERS = "transformers"
@@ -83,7 +84,7 @@ def bench_peers(
         ours=tuple(name.value for name in Ours if name in {Ours.ENGINE, *(ours or Ours)}),
         peers=tuple(rival.value for rival in peer or Rival),
     )
-    report(lambda _, say: run.bench_peers(config, say), config.bench, json_path, output)
+    report(lambda _, say, keep: run.bench_peers(config, say, keep), config.bench, json_path, output)
 
 
 def bench_quality(

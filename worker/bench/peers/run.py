@@ -32,6 +32,7 @@ from tokenfleet.worker.bench.runs import (
     Child,
     Contender,
     EngineContender,
+    Keep,
     Program,
     Report,
     Say,
@@ -51,7 +52,7 @@ KV_GIB = "2"
 LLAMA_VOCABULARY = 1000
 """Ids below this are in every vocabulary that a warm-up may meet."""
 PEERS = (
-    *("vllm bfloat16", "vllm float16", "vllm-server bfloat16"),
+    *("vllm bfloat16", "vllm float16", "vllm-server bfloat16", "vllm-server float16"),
     *("llama.cpp Q8_0", "llama.cpp F16", "transformers"),
 )
 
@@ -92,7 +93,7 @@ class _Field:
         return [*self.contenders, StaticBatches(self.transformers, size)]
 
 
-def bench_peers(config: PeersConfig, say: Say) -> Report:
+def bench_peers(config: PeersConfig, say: Say, keep: Keep) -> Report:
     """Every workload on everyone, in turns; each of ours over each peer."""
     config.cache.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -114,9 +115,9 @@ def bench_peers(config: PeersConfig, say: Say) -> Report:
         vocab_size = int(entered.facts[next(iter(OURS))]["vocab_size"])
         for contender in entered.for_workload(warm_up(vocab_size)):
             contender.run(warm_up(vocab_size))
-        summaries = take_turns(config.bench, vocab_size, entered.for_workload, say)
         facts = machine_facts(config.bench) | {"engines": entered.facts}
-    return Report("peers", tuple(summaries), config.ours, facts)
+        report = partial(Report, "peers", baselines=config.ours, facts=facts)
+        return take_turns(config.bench, vocab_size, entered.for_workload, say, keep, report)
 
 
 Opener = Callable[[], Child | FleetContender]
