@@ -35,7 +35,8 @@ _NUMBERS = ("db", "protocol", "max_connections", "health_check_interval")
 _SENTINELS = ("sentinel_username", "sentinel_password")
 _NAMES = frozenset((*_TEXTS, *_FLAGS, *_NUMBERS, *_SENTINELS, "client_name"))
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
-_SECRET = ("password", "sentinel_password")
+SECRET = ("password", "sentinel_password")
+"""Options that nobody is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ def without_password(url: str) -> str:
     place, mark, query = url.partition("?")
     before, at, rest = place.rpartition("@")
     scheme, separator, _ = before.partition("://")
-    kept = [part for part in query.split("&") if part.partition("=")[0] not in _SECRET]
+    kept = [part for part in query.split("&") if part.partition("=")[0] not in SECRET]
     start = f"{scheme}{separator}" if separator else "..." if at else ""
     return f"{start}{rest}{mark if any(kept) else ''}{'&'.join(kept)}"
 

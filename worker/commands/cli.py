@@ -10,11 +10,13 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from itertools import pairwise
+from typing import Annotated, Any, cast
 
 import typer
 
 from tokenfleet.worker.commands import acl as cli_acl
+from tokenfleet.worker.commands import base
 from tokenfleet.worker.commands import batch as cli_batch
 from tokenfleet.worker.commands import batch_begun as cli_batch_begun
 from tokenfleet.worker.commands import bench as cli_bench
@@ -30,6 +32,7 @@ from tokenfleet.worker.commands import queues as cli_queue
 from tokenfleet.worker.commands import rules as cli_rules
 from tokenfleet.worker.commands import top as cli_top
 from tokenfleet.worker.commands import worker as cli_worker
+from tokenfleet.worker.commands.base import Output
 
 EXAMPLES = {
     "worker": "tokenfleet worker --model ./SmolLM2-135M-Instruct --model-name smollm2",
@@ -86,6 +89,9 @@ In one terminal, with a server and a small model brought along:
 in another one:
   tokenfleet submit --stream "Why is the sky blue?"
 """
+
+UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[1])
+"""What the library raises of words that it cannot use. It does not offer the name."""
 
 SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 
@@ -210,9 +216,27 @@ def typed() -> list[str]:
     return sys.argv[1:]
 
 
+def asks_for_json(words: list[str]) -> bool:
+    """Whether `-o json` is among the words; what else is wrong with them is told as JSON then."""
+    before = words[: words.index("--")] if "--" in words else words
+    pairs = {("-o", "json"), ("--output", "json")}
+    joined = {"-ojson", "--output=json"}
+    return not joined.isdisjoint(before) or not pairs.isdisjoint(pairwise(before))
+
+
 def main() -> None:
     """Entry point of the `tokenfleet` command."""
-    build(typed())(prog_name="tokenfleet")
+    words = typed()
+    app = build(words)
+    if not asks_for_json(words):
+        app(prog_name="tokenfleet")
+        return
+    try:
+        code = app(prog_name="tokenfleet", standalone_mode=False)
+    except UsageError as error:
+        base.say_error(type(error).__name__, error.format_message(), Output.JSON)
+        code = error.exit_code
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import urlsplit, urlunsplit
 
 import typer
 
@@ -82,11 +81,17 @@ def _row(name: str, settings: WorkerSettings, given: Mapping[str, str]) -> dict[
 
 
 def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    if not parts.password:
-        return url
-    place = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{place}"))
+    from tokenfleet.producer.address import SECRET
+
+    place, mark, query = url.partition("?")
+    user, at, host = place.rpartition("@")
+    scheme, slashes, user = user.partition("://")
+    name, colon, _ = user.partition(":")
+    if colon:
+        place = f"{scheme}{slashes}{name}:***{at}{host}"
+    options = [part.partition("=") for part in query.split("&")]
+    shown = [name + sign + ("***" if name in SECRET else value) for name, sign, value in options]
+    return place + mark + "&".join(shown)
 
 
 def _show(column: str, value: Any) -> str:

@@ -115,6 +115,32 @@ def test_bad_input_is_exit_code_2_and_named(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (("no-such-command", "-o", "json"), "UsageError", "no-such-command"),
+        (("queue", "list", "--output=json", "--nope"), "NoSuchOption", "--nope"),
+        (("submit", "x", "-ojson", "--priority", "urgent"), "BadParameter", "--priority"),
+        (("result", "--output", "json"), "MissingParameter", "job_id"),
+        (("dead", "replay", "-o", "json"), "BadParameter", "--all"),
+    ],
+)
+def test_words_that_cannot_be_used_are_told_to_a_program_as_all_errors_are(
+    run: Any, arguments: tuple[str, ...], kind: str, message: str
+) -> None:
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    said = json.loads(done.stderr)
+    assert said["error"] == kind
+    assert message in said["message"]
+
+
+def test_a_word_behind_two_dashes_asks_for_no_form(run: Any) -> None:
+    done = run("submit", "--", "x", "-o", "json")
+    assert done.returncode == 2
+    assert done.stderr.startswith("Usage: ")
+
+
 def test_an_unreachable_broker_is_exit_code_3(run: Any) -> None:
     nowhere = ("--redis-url", "redis://127.0.0.1:1/0")
     done = run("submit", "x", *nowhere)

@@ -110,6 +110,27 @@ def test_config_show_names_where_each_setting_comes_from(
     assert set(shown("--changed")) == {"max_num_seqs", "lease_s", "redis_url", "model"}
 
 
+@pytest.mark.parametrize(
+    ("url", "seen"),
+    [
+        (
+            "redis://:secret@host:1/0?db=2&password=secret",
+            "redis://:***@host:1/0?db=2&password=***",
+        ),
+        (
+            "redis+sentinel://me@a:1,b:2/service/0?sentinel_password=secret",
+            "redis+sentinel://me@a:1,b:2/service/0?sentinel_password=***",
+        ),
+        ("unix:///run/redis.sock?db=1", "unix:///run/redis.sock?db=1"),
+    ],
+)
+def test_config_show_shows_no_password_wherever_a_url_has_it(
+    monkeypatch: pytest.MonkeyPatch, url: str, seen: str
+) -> None:
+    monkeypatch.setenv("TOKENFLEET_REDIS_URL", url)
+    assert shown()["redis_url"]["value"] == seen
+
+
 def test_config_show_refuses_what_a_worker_would_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENFLEET_LEASE_S", "soon")
     done = CliRunner().invoke(build(["config"]), ["config", "show"])
