@@ -28,8 +28,9 @@ class EngineConfig:
     """Directory with config.json, safetensors and tokenizer."""
     max_num_seqs: int = 64
     """Slots: sequences that run at once. More raises throughput and the memory of a step."""
-    max_num_batched_tokens: int = 512
-    """Token budget of one step. Larger: prompts are done sooner, running streams wait longer."""
+    max_num_batched_tokens: int = 576
+    """Token budget of one step. Larger: prompts are done sooner, running streams wait longer. A
+    prompt that fits beside the running streams is not cut: 512 tokens do beside 64 of them."""
     max_chunk_tokens: int | None = None
     """Longest piece of one prompt in a step; None = the whole budget. Smaller: several prompts
     share a step and a huge one cannot take all of it."""

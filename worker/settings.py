@@ -69,7 +69,7 @@ class WorkerSettings(BaseSettings):
     """What producers ask for; None = the directory's name."""
     max_num_seqs: Count = 64
     """Slots: sequences that run at once."""
-    max_num_batched_tokens: Count = 512
+    max_num_batched_tokens: Count = 576
     """Token budget of one step."""
     max_model_len: Count | None = None
     """Longest prompt plus output; None = what the model was made for."""

@@ -72,7 +72,7 @@ def bench_engine(
     compare_dtype: Annotated[str, typer.Option(help="What the peer computes in.")] = "bfloat16",
     dtype: DType = "auto",
     quantization: Quantization = None,
-    max_num_batched_tokens: Budget = 512,
+    max_num_batched_tokens: Budget = 576,
     json_path: JsonPath = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
@@ -100,7 +100,7 @@ def bench_fleet(
     threads: Threads = 0,
     dtype: DType = "auto",
     quantization: Quantization = None,
-    max_num_batched_tokens: Budget = 512,
+    max_num_batched_tokens: Budget = 576,
     json_path: JsonPath = None,
     output: OutputOption = Output.TEXT,
 ) -> None:

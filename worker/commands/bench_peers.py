@@ -78,7 +78,7 @@ def bench_peers(
             repeats=repeats,
             threads=threads,
             compare=("transformers",),
-            engine={"max_num_batched_tokens": 512},
+            engine={"max_num_batched_tokens": 576},
         ),
         cache or run.default_cache(),
         ours=tuple(name.value for name in Ours if name in {Ours.ENGINE, *(ours or Ours)}),
