@@ -6,10 +6,14 @@ Invariant: no value is ever cut, and none is read as markup: what is shown can b
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console
+from rich.columns import Columns
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -46,6 +50,40 @@ def table_of(titles: Sequence[str], *, right: Collection[str] = ()) -> Table:
     for title in titles:
         table.add_column(title, justify="right" if title in right else "left", overflow="fold")
     return table
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A table as wide as its longest values; where there is no room for it, row below row with the
+    title before each value.
+
+    Args:
+        right: titles of columns of numbers.
+    """
+
+    titles: Sequence[str]
+    rows: Sequence[Sequence[Text]]
+    right: Collection[str] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """See rich."""
+        table = table_of(self.titles, right=self.right)
+        for row in self.rows:
+            table.add_row(*row)
+        room = options.update(width=PIPE_WIDTH)
+        if Measurement.get(console, room, table).maximum <= options.max_width:
+            yield table
+            return
+        for first, *others in self.rows:
+            yield first
+            cells = (
+                Text(f"{title} " if title else "") + cell
+                for title, cell in zip(self.titles[1:], others)
+            )
+            yield Padding(
+                Columns((cell for cell in cells if cell.plain.strip()), padding=(0, GAP)),
+                (0, 0, 0, GAP),
+            )
 
 
 def print_table(

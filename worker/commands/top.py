@@ -130,43 +130,44 @@ def drawn(status: FleetStatus) -> RenderableType:
 def _workers(workers: tuple[WorkerLine, ...]) -> RenderableType:
     from rich.text import Text
 
-    from tokenfleet.worker.commands.tables import table_of
+    from tokenfleet.worker.commands.tables import Rows
 
     if not workers:
         return Text("no workers", style="yellow")
     titles = ("worker", "model", "state", "slots", "tok/s", "KV", "seen")
-    table = table_of(titles, right=("slots", "tok/s", "KV", "seen"))
-    for worker in workers:
-        stale = worker.seen_s > STALE_S
-        table.add_row(
+    rows = [
+        (
             Text(worker.worker),
             Text(worker.model),
             Text(worker.state, style="" if worker.state == "ready" else "yellow"),
-            f"{worker.running}/{worker.slots}",
-            "-" if worker.tokens_per_s is None else f"{worker.tokens_per_s:.1f}",
-            "-" if worker.kv_usage is None else f"{worker.kv_usage:.0%}",
-            Text(f"{worker.seen_s:.0f} s ago", style="red" if stale else ""),
+            Text(f"{worker.running}/{worker.slots}"),
+            Text("-" if worker.tokens_per_s is None else f"{worker.tokens_per_s:.1f}"),
+            Text("-" if worker.kv_usage is None else f"{worker.kv_usage:.0%}"),
+            Text(f"{worker.seen_s:.0f} s ago", style="red" if worker.seen_s > STALE_S else ""),
         )
-    return table
+        for worker in workers
+    ]
+    return Rows(titles, rows, right=("slots", "tok/s", "KV", "seen"))
 
 
 def _queues(status: FleetStatus) -> RenderableType:
     from rich.text import Text
 
-    from tokenfleet.worker.commands.tables import table_of
+    from tokenfleet.worker.commands.tables import Rows
 
     if not status.queues:
         return Text("no queues", style="yellow")
     titles = ("model", "class", "waiting", "front", "running", "oldest", "")
-    table = table_of(titles, right=("waiting", "front", "running", "oldest"))
-    for queue in status.queues:
-        table.add_row(
+    rows = [
+        (
             Text(queue.model),
-            queue.priority,
-            str(queue.waiting),
-            str(queue.front),
-            str(queue.running),
-            "-" if queue.oldest_s is None else f"{queue.oldest_s:.1f} s",
+            Text(queue.priority),
+            Text(str(queue.waiting)),
+            Text(str(queue.front)),
+            Text(str(queue.running)),
+            Text("-" if queue.oldest_s is None else f"{queue.oldest_s:.1f} s"),
             Text(status.trouble_of(queue), style="yellow"),
         )
-    return table
+        for queue in status.queues
+    ]
+    return Rows(titles, rows, right=("waiting", "front", "running", "oldest"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -33,10 +34,10 @@ async def flags(valkey_lab: Any) -> list[str]:
     return ["--redis-url", lab.server.url, "--namespace", lab.namespace]
 
 
-def text_of(status: FleetStatus) -> str:
+def text_of(status: FleetStatus, width: int = 200) -> str:
     from rich.console import Console
 
-    console = Console(width=200, force_terminal=True)
+    console = Console(width=width, force_terminal=True)
     with console.capture() as captured:
         console.print(drawn(status))
     return captured.get()
@@ -100,6 +101,21 @@ def test_what_is_wrong_stands_out_and_what_is_not_said_is_a_dash() -> None:
     assert "14 s ago" in text
     assert "paused" in text
     assert " - " in text
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 79, 80, 120])
+def test_no_value_is_broken_in_a_terminal_of_any_width(width: int) -> None:
+    names = ("gpu-box-one-12345-ab12cd", "gpu-box-two-12346-ff12cd")
+    workers = tuple(
+        WorkerLine(name, "smollm2", "h", "starting", 64, 12, 14, 512.3, 0.25, 1.0) for name in names
+    )
+    queues = (QueueDepth("smollm2", "interactive", waiting=1200, oldest_s=75.2, paused=True),)
+    shown = text_of(FleetStatus(0, workers, queues, delayed=0, dead=0), width)
+    values = ("smollm2", "starting", "12/64", "512.3", "25%", "1 s ago", "interactive", "1200")
+    for value in (*names, *values, "75.2 s", "paused"):
+        assert value in shown
+    lines = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in shown.splitlines()]
+    assert max(map(len, lines)) <= width
 
 
 def test_a_queue_whose_jobs_nobody_takes_says_why() -> None:
