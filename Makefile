@@ -29,10 +29,10 @@ chaos: $(STAMP)  ## the long form of everything that dies on purpose, with the c
 	$(BIN)/python -m pytest -s -m chaos tests/fleet tests/worker/test_queue_scale.py
 
 kernels-long: export TOKENFLEET_AOT = long
-kernels-long: $(STAMP)  ## every shipped configuration of every Triton kernel, for every generation
-	$(BIN)/python -m pytest tests/kernels/gpu/test_aot.py
+kernels-long: $(STAMP)  ## every shipped configuration of every Triton kernel, for every generation, listed
+	$(BIN)/python -m pytest -s tests/kernels/gpu/test_aot.py
 
-check: lint types layers test  ## what CI runs
+check: lint types layers test  ## what CI runs first
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

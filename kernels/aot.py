@@ -33,6 +33,7 @@ SHARED_OF_ALL = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
 """Bytes of shared memory of a multiprocessor, of which each block takes another 1024."""
 BRIEF_ARCH = 90
 """The generation for which a brief run compiles all that a common one does."""
+HEADER = "arch  warps stages  regs local shared blocks"
 TENSOR_CORE = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 
@@ -174,7 +175,8 @@ def as_json(report: Report) -> dict[str, Any]:
     return {**asdict(report), "blocks": report.blocks, "faults": report.faults}
 
 
-def _line(report: Report) -> str:
+def as_line(report: Report) -> str:
+    """A row below HEADER."""
     size = f"{report.registers:4d} {report.local_bytes:5d} {report.shared_bytes:7d} "
     size += f"{report.blocks:6d}"
     launch = f"sm_{report.arch:<4d}{report.num_warps:2d} {report.num_stages:2d}"
@@ -196,11 +198,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("TRITON_INTERPRET is set: interpreted kernels cannot be compiled")
     out, failed = sys.stdout, False
     if not options.json:
-        out.write("arch  warps stages  regs local shared blocks\n")
+        out.write(HEADER + "\n")
     archs, operations = options.arch or tuple(TARGETS), options.operation or OPERATIONS
     for report in reports(archs, operations, long=options.long, brief=options.brief):
         failed |= bool(report.faults)
-        line = json.dumps(as_json(report)) if options.json else _line(report)
+        line = json.dumps(as_json(report)) if options.json else as_line(report)
         out.write(line + "\n")
         out.flush()
     return int(failed)
