@@ -103,14 +103,14 @@ async def test_zeros_that_a_power_cut_left_behind_are_cut_off(
 
 
 async def test_jobs_that_redis_has_lost_are_submitted_again(
-    valkey_lab: Any, requests: Requests, working: Any, outcome: Outcome, until: Any
+    bare_lab: Any, requests: Requests, working: Any, outcome: Outcome, until: Any
 ) -> None:
     batch = prepared(requests(30))
     seen: list[Progress] = []
-    run = asyncio.create_task(batch.run(valkey_lab.client(), on_progress=seen.append))
+    run = asyncio.create_task(batch.run(bare_lab.client(), on_progress=seen.append))
     await until(lambda: seen and seen[-1].waiting == 30)
-    await valkey_lab.raw.flushdb()
-    async with working(valkey_lab):
+    await bare_lab.raw.flushdb()
+    async with working(bare_lab):
         summary = await run
     assert (summary.completed, summary.resubmitted) == (30, 30)
     assert len(outcome(batch.files)) == 30

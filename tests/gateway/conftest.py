@@ -1,6 +1,7 @@
 """A gateway as a process, before a worker whose engine repeats the prompt at a fixed pace.
 
-One server, one worker and one gateway serve the session. The simulated engine answers with the
+A server of their own, one worker and one gateway serve the session: what the worker does at any
+time would be seen by tests that look at a whole server. The simulated engine answers with the
 prompt's own bytes, over and over: whatever a test gets back it can say in advance.
 """
 
@@ -146,11 +147,17 @@ def gateway_command(url: str, *flags: str) -> list[str]:
 
 
 @pytest.fixture(scope="session")
+def gateway_server() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def worker(
-    valkey: EmbeddedServer, byte_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
+    gateway_server: EmbeddedServer, byte_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Process]:
     log = tmp_path_factory.mktemp("worker") / "log"
-    worker = Process(worker_command(valkey.url, byte_tokenizer), log)
+    worker = Process(worker_command(gateway_server.url, byte_tokenizer), log)
     worker.start()
     worker.said("worker_ready")
     yield worker
@@ -180,12 +187,12 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
 
 @pytest.fixture(scope="session")
 def make_gateway(
-    valkey: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory
+    gateway_server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., GatewayProcess]]:
     """make_gateway(*flags) starts a gateway; it ends with the session at the latest."""
     made: list[GatewayProcess] = []
 
-    def make(*flags: str, url: str = valkey.url, **environment: str) -> GatewayProcess:
+    def make(*flags: str, url: str = gateway_server.url, **environment: str) -> GatewayProcess:
         log = tmp_path_factory.mktemp("gateway") / "log"
         gateway = GatewayProcess(gateway_command(url, *flags), log, environment)
         gateway.start()

@@ -81,7 +81,7 @@ def test_it_says_that_it_is_about_to_end_and_takes_what_still_comes(
 
 
 def test_what_runs_beyond_the_grace_is_cut_and_its_job_cancelled(
-    worker: Any, make_gateway: Callable[..., Any], valkey: EmbeddedServer, tools: Any
+    worker: Any, make_gateway: Callable[..., Any], gateway_server: EmbeddedServer, tools: Any
 ) -> None:
     gateway = make_gateway("--grace-s", "0")
     with httpx.stream("POST", **ask(gateway.url, 8000), timeout=60) as answer:
@@ -94,7 +94,7 @@ def test_what_runs_beyond_the_grace_is_cut_and_its_job_cancelled(
     assert gateway.process.wait(timeout=30) == 0
     (line,) = [line for line in gateway.lines() if line.get("job_id") == job_id]
     assert line["completion_tokens"] < 8000
-    with Client(valkey.url, namespace=tools.NAMESPACE) as client:
+    with Client(gateway_server.url, namespace=tools.NAMESPACE) as client:
         while not (status := client.job(job_id).status()).state.terminal:
             time.sleep(PAUSE_S)
     assert status.state == "cancelled"

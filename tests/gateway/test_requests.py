@@ -31,9 +31,9 @@ def code_of(answer: httpx.Response) -> tuple[int, str]:
 
 
 @pytest.fixture
-async def fleet(valkey: EmbeddedServer, tools: Any) -> AsyncIterator[AsyncClient]:
+async def fleet(gateway_server: EmbeddedServer, tools: Any) -> AsyncIterator[AsyncClient]:
     """A look behind the gateway."""
-    async with AsyncClient(valkey.url, namespace=tools.NAMESPACE) as client:
+    async with AsyncClient(gateway_server.url, namespace=tools.NAMESPACE) as client:
         yield client
 
 

@@ -212,10 +212,14 @@ def test_the_page_is_for_keys_that_may_see_it(gateway: Any, keys: Any) -> None:
 
 
 async def test_the_data_names_the_fleet_and_the_jobs_but_none_of_their_words(
-    viewer: httpx.AsyncClient, valkey: EmbeddedServer, worker: Any, tools: Any
+    viewer: httpx.AsyncClient, gateway_server: EmbeddedServer, worker: Any, tools: Any
 ) -> None:
     queue = JobQueue(
-        valkey.url, namespace=tools.NAMESPACE, model_name="shown", worker_id="shower", lease_s=30.0
+        gateway_server.url,
+        namespace=tools.NAMESPACE,
+        model_name="shown",
+        worker_id="shower",
+        lease_s=30.0,
     )
     await queue.heartbeat({"host": HOSTILE, "slots": 3})
     while True:

@@ -64,17 +64,17 @@ class Hand:
 
 
 @pytest.fixture
-async def hand(valkey: EmbeddedServer, gateway: Any, tools: Any) -> AsyncIterator[Hand]:
+async def hand(gateway_server: EmbeddedServer, gateway: Any, tools: Any) -> AsyncIterator[Hand]:
     name = f"hand{next(_numbers)}"
     queue = JobQueue(
-        valkey.url,
+        gateway_server.url,
         namespace=tools.NAMESPACE,
         model_name=name,
         worker_id=name,
         lease_s=30.0,
     )
     await queue.ensure()
-    async with AsyncClient(valkey.url, namespace=tools.NAMESPACE) as client:
+    async with AsyncClient(gateway_server.url, namespace=tools.NAMESPACE) as client:
         yield Hand(queue, client)
     await queue.aclose()
 
@@ -168,7 +168,7 @@ async def test_a_running_job_is_cancelled_when_its_reader_has_gone(
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_waiting_job_is_cancelled_when_whoever_asked_has_gone(
-    hand: Hand, gateway: Any, valkey: EmbeddedServer, *, stream: bool
+    hand: Hand, gateway: Any, gateway_server: EmbeddedServer, *, stream: bool
 ) -> None:
     async with httpx.AsyncClient(
         base_url=gateway.url, headers={"authorization": f"Bearer {gateway.key}"}, timeout=60
