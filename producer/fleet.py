@@ -212,7 +212,7 @@ class FleetReader:
         """Of each tenant with limits: jobs that wait for their turn, and since when the first."""
         found = []
         for tenant in await self._execute("SMEMBERS", keys.backlogs(model, priority)):
-            backlog = keys.tenant_backlog(tenant.decode(), model, priority)
+            backlog = keys.tenant_backlog(text_of(tenant), model, priority)
             first = await self._execute("ZRANGE", backlog, 0, 0, "WITHSCORES")
             if first:
                 score = first[0][1] if isinstance(first[0], list | tuple) else first[1]
@@ -281,7 +281,7 @@ class FleetReader:
             async for key in self._connection.client.scan_iter(
                 match=pattern, count=500, _type=kind
             ):
-                yield key.decode()
+                yield text_of(key)
 
     def _keys(self, partition: int) -> Keys:
         return self._connection.keys(partition)

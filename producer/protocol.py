@@ -12,7 +12,15 @@ from typing import Any
 from tokenfleet.producer.request import MAX_JOB_BYTES, JobRequest
 from tokenfleet.producer.sampling_params import SamplingParams
 from tokenfleet.producer.states import MOVES, State
-from tokenfleet.producer.wire import SCHEMA_VERSION, build, pack, unpack, wire_of, write_plain
+from tokenfleet.producer.wire import (
+    SCHEMA_VERSION,
+    build,
+    pack,
+    undecodable,
+    unpack,
+    wire_of,
+    write_plain,
+)
 
 __all__ = [
     "MAX_JOB_BYTES",
@@ -100,11 +108,12 @@ class Event:
     def unpack(cls, packed: bytes) -> Event:
         """Back from `pack`."""
         wire = unpack(packed, "event")
-        if "error" in wire:
-            wire["error"] = EventError(*wire["error"])
-        for name in ("token_ids", "logprobs", "prompt_logprobs"):
-            if name in wire:
-                wire[name] = tuple(wire[name])
+        try:
+            if "error" in wire:
+                wire["error"] = EventError(*wire["error"])
+            _make_tuples(wire, "token_ids", "logprobs", "prompt_logprobs")
+        except TypeError as error:
+            raise undecodable("event", error) from error
         return build(cls, wire, "event")
 
     def after(self, offset: int) -> Event:
@@ -207,11 +216,13 @@ class JobResult:
     def unpack(cls, packed: bytes) -> JobResult:
         """Back from `pack`."""
         wire = unpack(packed, "result")
-        wire["choices"] = tuple(_choice(choice) for choice in wire.get("choices", ()))
-        wire["usage"] = Usage(**wire.get("usage", {}))
-        wire["timings"] = Timings(**wire.get("timings", {}))
-        if "prompt_logprobs" in wire:
-            wire["prompt_logprobs"] = tuple(wire["prompt_logprobs"])
+        try:
+            wire["choices"] = tuple(_choice(choice) for choice in wire["choices"])
+            wire["usage"] = Usage(**wire.get("usage", {}))
+            wire["timings"] = Timings(**wire.get("timings", {}))
+            _make_tuples(wire, "prompt_logprobs")
+        except (KeyError, TypeError, ValueError) as error:
+            raise undecodable("result", error) from error
         return build(cls, wire, "result")
 
 
@@ -246,5 +257,12 @@ class JobStatus:
 
 
 def _choice(wire: Mapping[str, Any]) -> Choice:
-    lists = {name: tuple(wire[name]) for name in ("token_ids", "logprobs") if name in wire}
-    return Choice(**{**wire, **lists})
+    fields = dict(wire)
+    _make_tuples(fields, "token_ids", "logprobs")
+    return Choice(**fields)
+
+
+def _make_tuples(wire: dict[str, Any], *names: str) -> None:
+    for name in names:
+        if name in wire:
+            wire[name] = tuple(wire[name])

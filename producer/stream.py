@@ -87,7 +87,7 @@ class JobReader:
         )
         flat, entries, is_served, has_log, paused = reply
         return Look(
-            fields={k.decode(): v.decode() for k, v in zip(flat[::2], flat[1::2])},
+            fields=dict(zip(map(_text, flat[::2]), map(_text, flat[1::2]))),
             entries=[(_entry_id(entry), payload) for entry, payload in entries],
             served=bool(is_served),
             has_log=bool(has_log),
@@ -275,6 +275,11 @@ class _Run:
             raise JobExpired(self._job_id, "the log")
         self._cursor = end
         return True
+
+
+def _text(value: bytes) -> str:
+    """A field, whoever wrote it."""
+    return value.decode(errors="replace")
 
 
 def _entry_id(entry: bytes) -> EntryId:

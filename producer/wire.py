@@ -50,7 +50,8 @@ def unpack(packed: bytes, what: str) -> dict[str, Any]:
     try:
         wire = msgpack.unpackb(packed, strict_map_key=False, ext_hook=_no_extension)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise UndecodableJob(what, packed[:40], f"must be msgpack ({error})") from error
+        why = str(error) or type(error).__name__
+        raise UndecodableJob(what, packed[:40], f"must be msgpack ({why})") from error
     if not isinstance(wire, dict):
         raise UndecodableJob(what, wire, "must be a map")
     version = wire.pop("v", None)
@@ -69,10 +70,15 @@ def build(kind: type[Record], wire: dict[str, Any], what: str) -> Record:
         raise UndecodableJob(what, sorted(map(str, unknown)), "must hold only known fields")
     try:
         return kind(**wire)
-    except InvalidJob as error:
-        raise UndecodableJob(error.field, error.value, error.way_out) from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise UndecodableJob(what, str(error), f"must hold the fields of a {what}") from error
+    except (InvalidJob, TypeError, ValueError, AttributeError) as error:
+        raise undecodable(what, error) from error
+
+
+def undecodable(what: str, error: Exception) -> UndecodableJob:
+    """What to raise for an error met in making a record of its values."""
+    if isinstance(error, InvalidJob):
+        return UndecodableJob(error.field, error.value, error.way_out)
+    return UndecodableJob(what, str(error), f"must hold the fields of a {what}")
 
 
 def _as_map(value: object) -> dict[Any, Any]:

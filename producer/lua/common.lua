@@ -9,6 +9,14 @@ local GROUP = 'workers'
 local DEAD_TTL_MS = 7 * 86400 * 1000
 local GRACE_MS = 800 -- a subscriber that reconnects within this is not taken for gone; a slot is free within a second
 
+local PARTITION = string.match(P, ':(%d+)}$')
+local UUID7 = '^%x%x%x%x%x%x%x%x%-%x%x%x%x%-7%x%x%x%-[89ab]%x%x%x%-%x%x%x%x%x%x%x%x%x%x%x%x%.(%d+)$'
+
+-- True of an id of a job of this partition: `<uuid7>.<p>`, in small letters. Whoever reads it finds the keys by it.
+local function is_job_id(id)
+  return string.match(id, UUID7) == PARTITION and not string.find(id, '%u')
+end
+
 local function job_key(id) return P .. ':j:' .. id end
 local function log_key(id) return P .. ':e:' .. id end
 

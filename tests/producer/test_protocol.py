@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import inspect
 from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenfleet.producer as producer
@@ -102,6 +103,36 @@ def test_no_bytes_do_worse_than_undecodable(packed):
             kind.unpack(packed)
         except UndecodableJob:
             continue
+
+
+junk = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | texts
+    | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def of_junk(kind):
+    names = [spec.name for spec in dataclasses.fields(kind)]
+    return st.fixed_dictionaries({"v": st.just(1)}, optional=dict.fromkeys(names, junk))
+
+
+@settings(max_examples=30)
+@given(of_junk(JobRequest), of_junk(Event), of_junk(JobResult))
+def test_no_values_in_known_fields_do_worse_than_undecodable(job, event, result):
+    for kind, wire in ((JobRequest, job), (Event, event), (JobResult, result)):
+        with contextlib.suppress(UndecodableJob):
+            kind.unpack(msgpack.packb(wire))
+
+
+def test_what_is_said_of_bytes_that_are_too_deep_is_a_reason():
+    with pytest.raises(UndecodableJob, match=r"must be msgpack \(\w+\)"):
+        JobRequest.unpack(b"\x91" * 100_000)
 
 
 @pytest.mark.parametrize(

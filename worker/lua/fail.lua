@@ -18,7 +18,7 @@ if job.state ~= 'running' or job.attempt ~= ARGV[4] then return '' end
 
 unqueue(job.stream, job.entry)
 local failures = count_failure(id, job)
-local exhausted = failures > tonumber(job.max_failures or ARGV[8])
+local exhausted = failures > (tonumber(job.max_failures) or tonumber(ARGV[8]))
 if job.cancel then
   end_job(id, job, 'cancelled', now, ARGV[9], ARGV[10])
   return 'cancelled'

@@ -56,6 +56,12 @@ local function take(stream, entry, id)
     unqueue(stream, entry)
     return false
   end
+  if not is_job_id(id) then -- whoever claimed it could name none of its keys
+    unqueue(stream, entry)
+    end_job(id, job, 'failed', now, taker.result_ttl, taker.log_ttl, 'undecodable',
+      'job id: must be <uuid7>.<p>, and of the partition that it lies in')
+    return false
+  end
   if past(job.deadline, now) or forsaken(id, job, now) then
     unqueue(stream, entry)
     end_job(id, job, past(job.deadline, now) and 'expired' or 'cancelled', now, taker.result_ttl, taker.log_ttl)
