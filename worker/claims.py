@@ -30,6 +30,24 @@ class LogBehind(TokenfleetError):
 
 
 @dataclass(frozen=True, slots=True)
+class Terms:
+    """In whose name jobs are held, and what is granted them."""
+
+    worker_id: str
+    model_name: str
+    lease_ms: int
+    max_failures: int
+    """Of jobs that do not say."""
+    result_ttl_ms: int
+    log_ttl_ms: int
+
+    @property
+    def ttls(self) -> tuple[int, int]:
+        """As the scripts take them."""
+        return self.result_ttl_ms, self.log_ttl_ms
+
+
+@dataclass(frozen=True, slots=True)
 class ClaimedJob:
     """A job under this worker's lease, as it was when claimed."""
 

@@ -6,7 +6,6 @@ is written twice is in the log once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from tokenfleet.worker.claims import (
     EmitOutcome,
     Entries,
     LogBehind,
+    Terms,
     by_partition,
     last_reason,
     outcome_of,
@@ -39,26 +39,11 @@ Codes = list[tuple[str, int, int]]
 
 
 class JobLog:
-    """Writes for one worker. JobQueue has the contracts of the methods.
+    """Writes for one worker. JobQueue has the contracts of the methods."""
 
-    Args:
-        ttls: of results and logs, ms.
-    """
-
-    def __init__(
-        self,
-        connection: Connection,
-        *,
-        worker_id: str,
-        model_name: str,
-        lease_ms: int,
-        ttls: Sequence[int],
-    ) -> None:
+    def __init__(self, connection: Connection, terms: Terms) -> None:
         self._connection = connection
-        self._worker_id = worker_id
-        self._model_name = model_name
-        self._lease_ms = lease_ms
-        self._ttls = list(ttls)
+        self._terms = terms
 
     async def emit(self, emissions: list[Emission]) -> EmitOutcome:
         """One call per partition."""
@@ -90,9 +75,9 @@ class JobLog:
     ) -> bool:
         names = self._connection.keys(partition_of(job.id))
         args: list[Any] = [job.id, job.attempt, state.value]
-        args += [b"" if result is None else replace(result, worker=self._worker_id).pack()]
+        args += [b"" if result is None else replace(result, worker=self._terms.worker_id).pack()]
         args += ["", ""] if error is None else [error.code, error.message]
-        args += [*self._ttls, last_reason(state, result), *entries]
+        args += [*self._terms.ttls, last_reason(state, result), *entries]
         keys = [names.job(job.id), names.events(job.id)]
         code, detail = await self._run(FINISH, names.partition, keys, args)
         if code == BEHIND:
@@ -101,10 +86,10 @@ class JobLog:
 
     async def adopt(self, job: ClaimedJob, entries: Entries) -> ClaimedJob | None:
         names = self._connection.keys(partition_of(job.id))
-        request, stream = job.request, names.queue(self._model_name, job.priority)
+        request, stream = job.request, names.queue(self._terms.model_name, job.priority)
         keys = [names.job(job.id), names.events(job.id), stream]
-        keys += [names.live(self._model_name), names.deadline]
-        args: list[Any] = [job.id, self._worker_id, self._lease_ms, job.attempt]
+        keys += [names.live(self._terms.model_name), names.deadline]
+        args: list[Any] = [job.id, self._terms.worker_id, self._terms.lease_ms, job.attempt]
         args += [request.pack(1 << 62), request.model, job.priority, request.tenant]
         args += [job.deadline_ms or 0, job.submitted_ms]
         args += ["" if request.max_failures is None else request.max_failures]

@@ -25,6 +25,7 @@ from tokenfleet.worker.claims import (
     EmitOutcome,
     Entries,
     LogBehind,
+    Terms,
     by_partition,
     text,
     together,
@@ -47,7 +48,8 @@ FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 60.0
 class JobQueue:
     """The queues of one model, for one worker.
 
-    Calls raise BrokerUnavailable when Redis does not answer; all but `claim` may be repeated then.
+    Calls raise BrokerUnavailable when Redis does not answer; all but `claim` and `swap` may be
+    repeated then.
     """
 
     def __init__(
@@ -73,33 +75,22 @@ class JobQueue:
         )
         self.worker_id = check_name("worker_id", worker_id)
         self.model_name = model_name
-        self._lease_ms = int(lease_s * 1000)
-        self._max_failures = max_failures
-        self._ttls = [int(result_ttl_s * 1000), int(log_ttl_s * 1000)]
+        self._terms = Terms(
+            worker_id=worker_id,
+            model_name=model_name,
+            lease_ms=int(lease_s * 1000),
+            max_failures=max_failures,
+            result_ttl_ms=int(result_ttl_s * 1000),
+            log_ttl_ms=int(log_ttl_s * 1000),
+        )
         self._uniform = uniform
         self._groups = Groups(self._connection)
         self._first_partition = 0
-        self._log = JobLog(
-            self._connection,
-            worker_id=worker_id,
-            model_name=model_name,
-            lease_ms=self._lease_ms,
-            ttls=self._ttls,
-        )
-        self._rescue = Rescue(
-            self._connection,
-            worker_id=worker_id,
-            model_name=model_name,
-            lease_ms=self._lease_ms,
-            max_failures=max_failures,
-            ttls=self._ttls,
-        )
+        self._log = JobLog(self._connection, self._terms)
+        self._rescue = Rescue(self._connection, self._terms)
         self._taker = Taker(
             self._connection,
-            worker_id=worker_id,
-            model_name=model_name,
-            lease_ms=self._lease_ms,
-            ttls=self._ttls,
+            self._terms,
             order=order or ClassOrder(),
             bury=self._bury,
             regrouped=self._rescue.restart_repair,
@@ -197,7 +188,7 @@ class JobQueue:
         self, partition: int, group: Sequence[ClaimedJob], *, preempted: bool
     ) -> set[str]:
         keys = [self._connection.keys(partition).job(job.id) for job in group]
-        args: list[Any] = [*self._ttls, int(preempted)]
+        args: list[Any] = [*self._terms.ttls, int(preempted)]
         args += [part for job in group for part in (job.id, job.attempt)]
         done = await self._run(RELEASE, partition, keys, args)
         return {job.id for job, mine in zip(group, done) if mine}
@@ -288,8 +279,8 @@ class JobQueue:
         bury: bool = False,
     ) -> State | None:
         names = self._connection.keys(partition_of(job_id))
-        args: list[Any] = [job_id, attempt, code, message, int(retryable), self._max_failures]
-        args += [*self._ttls, int(FIRST_BACKOFF_S * 1000), int(LONGEST_BACKOFF_S * 1000)]
+        args: list[Any] = [job_id, attempt, code, message, int(retryable), self._terms.max_failures]
+        args += [*self._terms.ttls, int(FIRST_BACKOFF_S * 1000), int(LONGEST_BACKOFF_S * 1000)]
         args += [self._uniform(), int(bury)]
         keys = [names.job(job_id), names.events(job_id)]
         state = text(await self._run(FAIL, names.partition, keys, args))

@@ -6,12 +6,12 @@ Invariant: many may do this at the same time; each job is moved once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.scripts import Script, load
-from tokenfleet.worker.claims import text
+from tokenfleet.worker.claims import Terms, text
 from tokenfleet.worker.job_log import PATIENCE_S
 
 RECLAIM, PHANTOMS, REPAIR = (
@@ -20,38 +20,21 @@ RECLAIM, PHANTOMS, REPAIR = (
 
 
 class Rescue:
-    """Looks after the queues of one model, for one worker. JobQueue has the contracts.
+    """Looks after the queues of one model, for one worker. JobQueue has the contracts."""
 
-    Args:
-        ttls: of results and logs, ms.
-    """
-
-    def __init__(
-        self,
-        connection: Connection,
-        *,
-        worker_id: str,
-        model_name: str,
-        lease_ms: int,
-        max_failures: int,
-        ttls: Sequence[int],
-    ) -> None:
+    def __init__(self, connection: Connection, terms: Terms) -> None:
         self._connection = connection
-        self._worker_id = worker_id
-        self._model_name = model_name
-        self._lease_ms = lease_ms
-        self._max_failures = max_failures
-        self._ttls = list(ttls)
+        self._terms = terms
         self._rank: Counter[int] = Counter()
 
     async def reclaim(self, partition: int, limit: int) -> int:
-        args = [self._lease_ms, limit, self._max_failures, *self._ttls]
+        args = [self._terms.lease_ms, limit, self._terms.max_failures, *self._terms.ttls]
         moved = await self._run(RECLAIM, partition, self._streams(partition), args)
         await self.repair(partition, limit)
         return int(moved)
 
     async def repair(self, partition: int, count: int) -> int:
-        keys = [self._connection.keys(partition).live(self._model_name)]
+        keys = [self._connection.keys(partition).live(self._terms.model_name)]
         args = [self._rank[partition], count]
         self._rank[partition], put_back = await self._run(REPAIR, partition, keys, args)
         return int(put_back)
@@ -61,12 +44,12 @@ class Rescue:
         self._rank[partition] = 0
 
     async def release_phantoms(self, partition: int, known_ids: Collection[str]) -> set[str]:
-        args = [self._worker_id, *self._ttls, *known_ids]
+        args = [self._terms.worker_id, *self._terms.ttls, *known_ids]
         ids = await self._run(PHANTOMS, partition, self._streams(partition), args)
         return {text(job_id) for job_id in ids}
 
     def _streams(self, partition: int) -> list[str]:
-        return self._connection.keys(partition).streams(self._model_name)
+        return self._connection.keys(partition).streams(self._terms.model_name)
 
     async def _run(self, script: Script, partition: int, keys: list[str], args: list[Any]) -> Any:
         return await self._connection.run(script, partition, keys, args, patience_s=PATIENCE_S)

@@ -17,7 +17,7 @@ from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import BrokerUnavailable, KeyOccupied, UndecodableJob
 from tokenfleet.producer.keys import PRIORITIES
 from tokenfleet.producer.scripts import Script, load
-from tokenfleet.worker.claims import ClaimedJob, by_partition, claimed_job, text
+from tokenfleet.worker.claims import ClaimedJob, Terms, by_partition, claimed_job, text
 from tokenfleet.worker.doorbell import Doorbell
 from tokenfleet.worker.partitions import Spread, Taken, settled
 from tokenfleet.worker.priorities import ClassOrder, Offer
@@ -39,7 +39,6 @@ class Taker:
     """Takes jobs of one model for one worker. Never repeated: a repeated claim would take twice.
 
     Args:
-        ttls: of results and logs, ms.
         bury: dead-letters a job that nobody can read: id, attempt, reason.
         regrouped: told of a partition whose groups were gone.
     """
@@ -47,20 +46,14 @@ class Taker:
     def __init__(
         self,
         connection: Connection,
+        terms: Terms,
         *,
-        worker_id: str,
-        model_name: str,
-        lease_ms: int,
-        ttls: Sequence[int],
         order: ClassOrder,
         bury: Bury,
         regrouped: Callable[[int], None],
     ) -> None:
         self._connection = connection
-        self._worker_id = worker_id
-        self._model_name = model_name
-        self._lease_ms = lease_ms
-        self._ttls = list(ttls)
+        self._terms = terms
         self._order = order
         self._bury = bury
         self._regrouped = regrouped
@@ -154,7 +147,7 @@ class Taker:
     async def claim_in(self, partition: int, offers: Sequence[Offer], count: int) -> Taken:
         """One call."""
         keys = self._keys(partition, [offer.priority for offer in offers])
-        args = [self._worker_id, self._lease_ms, count, *self._ttls]
+        args = [self._terms.worker_id, self._terms.lease_ms, count, *self._terms.ttls]
         args += [offer.count for offer in offers]
         reply = await self._run(CLAIM, partition, keys, args)
         now, due, regrouped, lasts, found, foreign = reply
@@ -172,7 +165,7 @@ class Taker:
         self, partition: int, victims: Sequence[ClaimedJob]
     ) -> tuple[list[ClaimedJob], set[str]]:
         keys = self._keys(partition, URGENT)
-        args = [self._worker_id, self._lease_ms, *self._ttls]
+        args = [self._terms.worker_id, self._terms.lease_ms, *self._terms.ttls]
         args += [part for job in victims for part in (job.id, job.attempt)]
         reply = await self._run(SWAP, partition, keys, args)
         now, regrouped, lasts, found, gone, _ = reply
@@ -223,7 +216,7 @@ class Taker:
         return jobs
 
     def _keys(self, partition: int, priorities: Sequence[str]) -> list[str]:
-        names, model = self._connection.keys(partition), self._model_name
+        names, model = self._connection.keys(partition), self._terms.model_name
         pairs = [(names.front(model, p), names.queue(model, p)) for p in priorities]
         return [*(key for pair in pairs for key in pair), names.bell(model)]
 
