@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, cast
 
@@ -81,6 +82,78 @@ EXAMPLES = {
 }
 """One line per command that works as it stands."""
 
+Command = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Commands of one subject."""
+
+    about: str
+    commands: Mapping[str, Command]
+
+
+COMMANDS: Mapping[str, Command | Group] = {
+    "submit": cli_jobs.submit,
+    "stream": cli_jobs.stream,
+    "result": cli_jobs.result,
+    "cancel": cli_jobs.cancel,
+    "batch": Group(
+        "Files of requests, and of responses.",
+        {
+            "run": cli_batch.batch_run,
+            "validate": cli_batch.batch_validate,
+            "submit": cli_batch.batch_submit,
+            "status": cli_batch_begun.batch_status,
+            "watch": cli_batch_begun.batch_watch,
+            "results": cli_batch_begun.batch_results,
+            "cancel": cli_batch_begun.batch_cancel,
+            "resume": cli_batch_begun.batch_resume,
+        },
+    ),
+    "queue": Group(
+        "The jobs that wait and run.",
+        {
+            "list": cli_queue.queue_list,
+            "depth": cli_queue.queue_depth,
+            "ensure": cli_queue.queue_ensure,
+            "limit": cli_rules.queue_limit,
+            "pause": cli_rules.queue_pause,
+            "resume": cli_rules.queue_resume,
+        },
+    ),
+    "dead": Group(
+        "The jobs that were given up.",
+        {
+            "list": cli_dead.dead_list,
+            "show": cli_dead.dead_show,
+            "replay": cli_dead.dead_replay,
+            "drop": cli_dead.dead_drop,
+        },
+    ),
+    "config": Group("What a worker is started with.", {"show": cli_config.config_show}),
+    "doctor": cli_queue.doctor,
+    "acl": cli_acl.acl,
+    "top": cli_top.top,
+    "gateway": cli_gateway.gateway,
+    "demo": cli_demo.demo,
+    "bench": Group(
+        "What this machine does, in figures.",
+        {
+            "engine": cli_bench.bench_engine,
+            "fleet": cli_bench.bench_fleet,
+            "features": cli_bench.bench_features,
+            "scaling": cli_bench_scaling.bench_scaling,
+            "gateway": cli_gateway.bench_gateway,
+            "telemetry": cli_bench_telemetry.bench_telemetry,
+            "queue": cli_bench.bench_queue,
+            "peers": cli_bench_peers.bench_peers,
+            "quality": cli_bench_peers.bench_quality,
+        },
+    ),
+}
+"""All of them but `worker`, in the order in which they are listed."""
+
 ABOUT = """LLM jobs through Redis: exactly-once token streams from a fleet of workers.
 
 \b
@@ -107,51 +180,13 @@ def build(arguments: list[str]) -> typer.Typer:
         else cli_worker.without_setting_flags(cli_worker.worker)
     )
     _add(app, "worker", serve)
-    for name, command in (
-        ("submit", cli_jobs.submit),
-        ("stream", cli_jobs.stream),
-        ("result", cli_jobs.result),
-        ("cancel", cli_jobs.cancel),
-    ):
-        _add(app, name, command)
-    batch = _group("Files of requests, and of responses.", app, "batch")
-    _add(batch, "run", cli_batch.batch_run, "batch")
-    _add(batch, "validate", cli_batch.batch_validate, "batch")
-    _add(batch, "submit", cli_batch.batch_submit, "batch")
-    _add(batch, "status", cli_batch_begun.batch_status, "batch")
-    _add(batch, "watch", cli_batch_begun.batch_watch, "batch")
-    _add(batch, "results", cli_batch_begun.batch_results, "batch")
-    _add(batch, "cancel", cli_batch_begun.batch_cancel, "batch")
-    _add(batch, "resume", cli_batch_begun.batch_resume, "batch")
-    queue = _group("The jobs that wait and run.", app, "queue")
-    _add(queue, "list", cli_queue.queue_list, "queue")
-    _add(queue, "depth", cli_queue.queue_depth, "queue")
-    _add(queue, "ensure", cli_queue.queue_ensure, "queue")
-    _add(queue, "limit", cli_rules.queue_limit, "queue")
-    _add(queue, "pause", cli_rules.queue_pause, "queue")
-    _add(queue, "resume", cli_rules.queue_resume, "queue")
-    dead = _group("The jobs that were given up.", app, "dead")
-    _add(dead, "list", cli_dead.dead_list, "dead")
-    _add(dead, "show", cli_dead.dead_show, "dead")
-    _add(dead, "replay", cli_dead.dead_replay, "dead")
-    _add(dead, "drop", cli_dead.dead_drop, "dead")
-    config = _group("What a worker is started with.", app, "config")
-    _add(config, "show", cli_config.config_show, "config")
-    _add(app, "doctor", cli_queue.doctor)
-    _add(app, "acl", cli_acl.acl)
-    _add(app, "top", cli_top.top)
-    _add(app, "gateway", cli_gateway.gateway, settings=cli_gateway.PASS_ON)
-    _add(app, "demo", cli_demo.demo)
-    bench = _group("What this machine does, in figures.", app, "bench")
-    _add(bench, "engine", cli_bench.bench_engine, "bench")
-    _add(bench, "fleet", cli_bench.bench_fleet, "bench")
-    _add(bench, "features", cli_bench.bench_features, "bench")
-    _add(bench, "scaling", cli_bench_scaling.bench_scaling, "bench")
-    _add(bench, "gateway", cli_gateway.bench_gateway, "bench")
-    _add(bench, "telemetry", cli_bench_telemetry.bench_telemetry, "bench")
-    _add(bench, "queue", cli_bench.bench_queue, "bench")
-    _add(bench, "peers", cli_bench_peers.bench_peers, "bench")
-    _add(bench, "quality", cli_bench_peers.bench_quality, "bench")
+    for name, found in COMMANDS.items():
+        if callable(found):
+            _add(app, name, found)
+            continue
+        group = _group(found.about, app, name)
+        for verb, command in found.commands.items():
+            _add(group, verb, command, name)
     return app
 
 
@@ -171,19 +206,13 @@ def _group(text: str, parent: typer.Typer | None = None, name: str = "") -> type
     return group
 
 
-def _add(
-    app: typer.Typer,
-    name: str,
-    command: Callable[..., Any],
-    group: str = "",
-    settings: dict[str, Any] = SETTINGS,
-) -> None:
+def _add(app: typer.Typer, name: str, command: Command, group: str = "") -> None:
     example = EXAMPLES[f"{group} {name}".strip()]
     app.command(
         name,
         short_help=_first_paragraph(inspect.cleandoc(command.__doc__ or "")),
         epilog=f"Example:  {example}",
-        context_settings=settings,
+        context_settings=cli_gateway.PASS_ON if command is cli_gateway.gateway else SETTINGS,
     )(command)
 
 
