@@ -15,16 +15,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tokenfleet.kernels.gpu.attention_tiles import pick_splits, pick_tiles
 from tokenfleet.kernels.gpu.fp8_bytes import kernel_view, narrow, widen
 from tokenfleet.kernels.gpu.launch import gpu_of, launch
-from tokenfleet.kernels.gpu.paged_attention import (
-    LOG2E,
-    attend_keys,
-    empty_parts,
-    join_parts,
-    pick_splits,
-    pick_tiles,
-)
+from tokenfleet.kernels.gpu.paged_attention import LOG2E, attend_keys, empty_parts, join_parts
 from tokenfleet.kernels.gpu.registry import Example
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool
 from tokenfleet.kernels.rope_kv import HeadNorms
