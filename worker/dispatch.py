@@ -1,7 +1,7 @@
 """Where jobs, engine and publisher meet: what is claimed is launched, what is made is handed on.
 
-Every job that enters by `take` leaves by exactly one of `ended`, `lost` and `hand_back`. Nothing
-here waits for Redis; what has to is in handback.py.
+Every job that enters by `take` leaves by `leave`, once: ended, lost, or handed back. What has to
+wait for Redis is in handback.py.
 """
 
 from __future__ import annotations

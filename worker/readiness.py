@@ -3,7 +3,8 @@
 Each reason comes from something that happened, and not from a flag: the engine's last sign of life,
 the last claim that Redis answered, the last script that it ran for us.
 
-Invariant: a worker without a reason took a claim's answer and ran a script a moment ago.
+Invariant: a worker without a reason ran a script a moment ago, and had its latest claim answered
+then, if it has room and has claimed before.
 """
 
 from __future__ import annotations

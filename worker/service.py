@@ -6,7 +6,8 @@
     beside them: lease keeper, reaper, heartbeat, control, health
 
 Ends in one of three ways: drained on request (exit 0), never able to start (2: settings or model,
-3: no Redis), or without an engine that stays alive (1). In all of them no job is left in its name.
+3: no Redis), or broken: without an engine that stays alive, or by a fault of ours (1). In all of
+them every job that Redis can be told of is handed back first.
 """
 
 from __future__ import annotations
@@ -361,11 +362,7 @@ async def _end_all(tasks: list[asyncio.Task[None]]) -> None:
 
 
 def _exit_code(tasks: list[asyncio.Task[None]]) -> int:
-    """What the loop that ended first says about the worker; EXIT_OK when it is only to stop.
-
-    Raises:
-        Exception: a loop broke by a fault of ours.
-    """
+    """What a loop that has ended says about the worker; EXIT_OK when it is only to stop."""
     for task in tasks:
         if not task.done() or task.cancelled() or (error := task.exception()) is None:
             continue

@@ -224,10 +224,7 @@ class Telemetry:
             self._instruments.token_pace(pace, running.labels, running.context)
 
     def step(self, stats: StepStats) -> None:
-        """Figures of the engine's latest step;
-
-        the totals in it may skip steps but never one's counts.
-        """
+        """Figures of the engine's latest step. Steps may be left out; the totals hold them all."""
         self._instruments.step(stats)
 
     @property
