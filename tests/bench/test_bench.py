@@ -146,6 +146,8 @@ def test_the_fleet_is_compared_with_the_engine_alone_in_one_run(tiny_checkpoint:
     config = BenchConfig(tiny_checkpoint, counts=(2,), repeats=1, threads=1)
     report = bench_fleet(config, lambda _: None, lambda _: None)
     assert {summary.engine for summary in report.summaries} == {"fleet", "engine"}
+    (row,) = [summary for summary in report.summaries if summary.engine == "fleet"]
+    assert 0 < row.middle("ttft_outside_worker_s") < row.middle("ttft_mean_s")
     (found,) = report.ratios()
     assert (found["of"], found["to"]) == ("fleet", "engine")
     assert found["tokens_per_s"] > 0

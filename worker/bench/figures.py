@@ -48,6 +48,7 @@ def figures_of(jobs: Sequence[Seen]) -> dict[str, float]:
         "output_tokens": tokens,
         "wall_s": ended - began,
         "tokens_per_s": tokens / (ended - began),
+        "ttft_mean_s": sum(first) / len(first),
         "ttft_p50_s": percentile(first, 50),
         "ttft_p99_s": percentile(first, 99),
         "tpot_p50_s": percentile(paces, 50),

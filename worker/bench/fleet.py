@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 MODEL_NAME = "bench"
 STEPS = f"{semconv.STEPS}_total"
+_FIRST_TOKEN = f"{semconv.TIME_TO_FIRST_TOKEN.replace('.', '_')}_seconds"
+_WAIT = semconv.QUEUE_WAIT
+_WORKERS_PART = (f"{_FIRST_TOKEN}_sum", f"{_WAIT}_sum", f"{_FIRST_TOKEN}_count")
 
 
 class FleetContender:
@@ -81,14 +84,20 @@ class FleetContender:
         self._stack.close()
 
     def run(self, workload: Workload) -> dict[str, float]:
-        before = self._runner.run(self._worker.metric(STEPS))
+        before = self._read()
         figures = self._runner.run(self._unless_it_ends(self._play(workload)))
-        steps = self._runner.run(self._worker.metric(STEPS)) - before
+        steps, first, waited, jobs = (now - was for now, was in zip(self._read(), before))
         return figures | {
             "steps": steps,
             "mean_batch": figures["output_tokens"] / max(1.0, steps),
+            "ttft_outside_worker_s": figures["ttft_mean_s"] - (first - waited) / max(1.0, jobs),
             "peak_rss_bytes": float(peak_rss_of_group(self._worker.pid)),
         }
+
+    def _read(self) -> list[float]:
+        """Steps; of all jobs the seconds from submission to first token and to the claim; jobs."""
+        names = (STEPS, *_WORKERS_PART)
+        return [self._runner.run(self._worker.metric(name)) for name in names]
 
     def _make_worker(self, server: EmbeddedServer, logs: Path) -> WorkerProcess:
         slots = self._config.slots()

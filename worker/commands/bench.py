@@ -258,6 +258,11 @@ def _print_table(report: Report) -> None:
             f"{found['tokens_per_s']:.2f} x tokens/s"
         )
     for summary in report.summaries:
+        if summary.has("ttft_outside_worker_s"):
+            typer.echo(
+                f"{summary.workload}: from submission to claim and from the worker to the reader: "
+                f"{summary.middle('ttft_outside_worker_s') * 1e3:.1f} ms of the mean TTFT"
+            )
         if summary.has("blocks_spare_per_sequence_max"):
             most = summary.span("blocks_spare_per_sequence_max")[1]
             typer.echo(
