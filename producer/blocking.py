@@ -1,6 +1,7 @@
 """The same client for programs without an event loop: each call drives the asyncio one.
 
-One background thread runs the loop. A forked child starts a thread and connections of its own.
+One background thread runs the loop. A forked child starts a thread and connections of its own; what
+the parent was reading stays the parent's.
 
 Invariant: nothing here talks to Redis; there is one implementation of the protocol.
 """
@@ -10,9 +11,12 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Coroutine, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from tokenfleet.producer.client import (
     DEFAULT_URL,
@@ -22,10 +26,12 @@ from tokenfleet.producer.client import (
     AsyncJob,
 )
 from tokenfleet.producer.connection import Broker
-from tokenfleet.producer.errors import TokenfleetError
+from tokenfleet.producer.errors import StreamInterrupted, TokenfleetError
+from tokenfleet.producer.job import NOT_SENT
 from tokenfleet.producer.protocol import (
     MAX_JOB_BYTES,
     Event,
+    JobRequest,
     JobResult,
     JobStatus,
     SamplingParams,
@@ -34,6 +40,13 @@ from tokenfleet.producer.protocol import (
 from tokenfleet.producer.stream import SILENCE_S
 
 T = TypeVar("T")
+
+
+class _ClientClosed(TokenfleetError):
+    """The call cannot be made, or could not be ended."""
+
+    def __init__(self) -> None:
+        super().__init__("this Client is closed; make a new one")
 
 
 class Client:
@@ -67,6 +80,13 @@ class Client:
         self._thread: _LoopThread | None = None
         self._pid = os.getpid()
         self._closed = False
+        _clients.add(self)
+
+    def __repr__(self) -> str:
+        return repr(self._client).replace(type(self._client).__name__, type(self).__name__)
+
+    def __reduce__(self) -> NoReturn:
+        self._client.__reduce__()
 
     def __enter__(self) -> Self:
         self.connect()
@@ -85,12 +105,11 @@ class Client:
         self.run(self._client.connect())
 
     def close(self) -> None:
-        """Close connections and thread. Jobs go on."""
+        """Close connections and thread; other threads' calls end with an error. Jobs go on."""
         with self._lock:
             thread, self._thread, self._closed = self._thread, None, True
         if thread is not None and self._pid == os.getpid():
-            thread.run(self._client.aclose())
-            thread.stop()
+            thread.stop(self._client)
 
     def submit(
         self,
@@ -136,8 +155,12 @@ class Client:
             )
         )
 
-    def submit_many(self, jobs: Iterable[Mapping[str, Any]]) -> list[Job]:
-        """Submit many jobs in few round trips. Each is a mapping of submit's arguments."""
+    def submit_many(self, jobs: Iterable[Mapping[str, Any] | JobRequest]) -> list[Job]:
+        """Submit many jobs in few round trips. Each is a mapping of submit's arguments, or a
+        JobRequest.
+        """
+        if not isinstance(jobs, Mapping) and isinstance(jobs, Iterable):
+            jobs = list(jobs)  # a generator runs in its caller's thread
         return [self._handle(job) for job in self.run(self._client.submit_many(jobs))]
 
     def job(self, job_id: str) -> Job:
@@ -146,16 +169,30 @@ class Client:
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         """Drive a coroutine of the asyncio client to its end."""
-        return self._loop_thread(call).run(call)
+        try:
+            thread = self._loop_thread()
+        except TokenfleetError:
+            call.close()
+            raise
+        return thread.run(call)
 
-    def _loop_thread(self, call: Coroutine[Any, Any, Any]) -> _LoopThread:
+    def leave(self, call: Coroutine[Any, Any, None]) -> None:
+        """Drive a coroutine that gives something back, where there is anything left to give."""
+        thread = self._thread
+        if thread is None:
+            call.close()
+        else:
+            thread.leave(call)
+
+    def _loop_thread(self) -> _LoopThread:
         with self._lock:
             if self._closed:
-                call.close()
-                raise TokenfleetError("this Client is closed; make a new one")
+                raise _ClientClosed()
             if self._thread is None or self._pid != os.getpid():
                 # a thread does not survive a fork; the asyncio client sees the new pid too
                 self._thread, self._pid = _LoopThread(), os.getpid()
+                forgotten = weakref.finalize(self, self._thread.abandon, self._client)
+                forgotten.atexit = False  # the thread is a daemon, and sockets end with the process
             return self._thread
 
     def _handle(self, job: AsyncJob) -> Job:
@@ -174,14 +211,31 @@ class Job:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id}>"
 
-    def stream(self, from_offset: int = 0) -> Iterator[Event]:
-        """Every event from `from_offset` on, each once and in order, to the terminal one."""
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(NOT_SENT)
+
+    def stream(self, from_offset: int = 0) -> Generator[Event, None, None]:
+        """Every event from `from_offset` on, each once and in order, to the terminal one.
+
+        In a forked child a stream of its parent raises StreamInterrupted.
+        """
+        opened_by, offset = os.getpid(), from_offset
         events: Any = self._client.run(self._open(from_offset))
         try:
-            while (event := self._client.run(_next(events))) is not None:
+            while True:
+                if os.getpid() != opened_by:
+                    raise StreamInterrupted(self.id, offset, "a forked child has to open its own")
+                try:
+                    event = self._client.run(_next(events))
+                except _ClientClosed as error:
+                    raise StreamInterrupted(self.id, offset, str(error)) from error
+                if event is None:
+                    return
+                offset = event.end
                 yield event
         finally:
-            self._client.run(events.aclose())
+            if os.getpid() == opened_by:
+                self._client.leave(events.aclose())
 
     def status(self) -> JobStatus:
         """The job now."""
@@ -208,13 +262,17 @@ async def _next(events: Any) -> Event | None:
 
 
 class _LoopThread:
-    """An event loop in a daemon thread."""
+    """An event loop in a daemon thread.
+
+    Invariant: a call that was let in ends, at the latest as the thread does.
+    """
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="tokenfleet-client", daemon=True
-        )
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="tokenfleet-client", daemon=True)
         self._thread.start()
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
@@ -222,16 +280,70 @@ class _LoopThread:
         if threading.current_thread() is self._thread:
             call.close()
             raise TokenfleetError("the blocking Client was called from its own loop's thread")
-        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        with self._lock:
+            if self._stopped:
+                call.close()
+                raise _ClientClosed()
+            future = asyncio.run_coroutine_threadsafe(call, self._loop)
         try:
             return future.result()
+        except CancelledError:
+            raise _ClientClosed() from None  # nobody else cancels it
         except BaseException:
             future.cancel()
             raise
 
-    def stop(self) -> None:
-        """End loop and thread."""
-        asyncio.run_coroutine_threadsafe(self._loop.shutdown_asyncgens(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+    def leave(self, call: Coroutine[Any, Any, None]) -> None:
+        """The same for what gives something back: there is nothing left once the thread ends. The
+        collector may ask for it in any thread, in this one too."""
+        if threading.current_thread() is self._thread:
+            self._loop.create_task(call)
+            return
+        with suppress(_ClientClosed):
+            self.run(call)
+
+    def stop(self, client: AsyncClient) -> None:
+        """Close the client, end what is under way, and the thread."""
+        self.abandon(client)
         self._thread.join()
+
+    def abandon(self, client: AsyncClient) -> None:
+        """The same, not waiting for it."""
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
+            asyncio.run_coroutine_threadsafe(self._end(client), self._loop)
+
+    def _run(self) -> None:
+        self._loop.run_forever()
         self._loop.close()
+
+    async def _end(self, client: AsyncClient) -> None:
+        try:
+            await client.aclose()
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            if others:  # they are told that the client is closed
+                await asyncio.wait(others, timeout=_LAST_WORDS_S)
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+                await asyncio.wait([task], timeout=_LAST_WORDS_S)
+            await self._loop.shutdown_asyncgens()
+        finally:
+            self._loop.call_soon(self._loop.stop)
+
+
+_LAST_WORDS_S = 1.0
+
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+def _unlocked() -> None:
+    """A forked child must not wait for a thread that only its parent has."""
+    for client in list(_clients):
+        client._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlocked)

@@ -16,9 +16,10 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from tokenfleet.producer import tracing
+from tokenfleet.producer.checks import check_count, check_seconds
 from tokenfleet.producer.connection import Broker, Connection
 from tokenfleet.producer.errors import InvalidJob, QueueFull, TokenfleetError
 from tokenfleet.producer.hub import Hub
@@ -59,9 +60,12 @@ class AsyncClient:
         silence_s: float = SILENCE_S,
     ) -> None:
         self._tenant = check_name("tenant", tenant)
-        self._max_job_bytes = max_job_bytes
-        self._ttls = {"result_ttl_s": result_ttl_s, "log_ttl_s": log_ttl_s}
-        self._silence_s = silence_s
+        self._max_job_bytes = check_count("max_job_bytes", max_job_bytes, 1 << 32)
+        self._ttls = {
+            "result_ttl_s": check_seconds("result_ttl_s", result_ttl_s),
+            "log_ttl_s": check_seconds("log_ttl_s", log_ttl_s),
+        }
+        self._silence_s = check_seconds("silence_s", silence_s)
         self._broker = redis_url
         self._options: dict[str, Any] = {
             "namespace": namespace,
@@ -70,6 +74,16 @@ class AsyncClient:
         }
         self._first: Connection | None = Connection(redis_url, **self._options)
         self._link: Link | None = None
+        self._shown = f"{self._first.describe()}, namespace {namespace}"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._shown}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a client has connections of its own and cannot be copied or sent to another process; "
+            "make one there"
+        )
 
     async def __aenter__(self) -> Self:
         await self.connect()
@@ -88,27 +102,32 @@ class AsyncClient:
         await self.link.connection.ready()
 
     async def aclose(self) -> None:
-        """Close the connections. Jobs go on."""
-        link, self._link = self._link, None
-        if link is not None and link.pid == os.getpid():
+        """Close the connections; streams still open end with StreamInterrupted. Jobs go on."""
+        link = self._link_here()
+        self._link = None
+        if link is not None:
             await link.reader.hub.aclose()
             await link.connection.aclose()
 
     @property
     def link(self) -> Link:
         """The connections of this process and event loop; a forked child gets new ones."""
-        loop = asyncio.get_running_loop()
+        link = self._link_here()
+        if link is None:
+            link = self._link = self._new_link(asyncio.get_running_loop())
+        return link
+
+    def _link_here(self) -> Link | None:
+        """The connections that were made by this process and in this loop."""
         link = self._link
-        if link is not None and link.pid == os.getpid():
-            if link.loop is loop:
-                return link
-            if not link.loop.is_closed():
-                raise TokenfleetError(
-                    "this AsyncClient belongs to another event loop; make one client per loop, "
-                    "or use the blocking Client from several threads"
-                )
-        self._link = self._new_link(loop)
-        return self._link
+        if link is None or link.pid != os.getpid() or link.loop.is_closed():
+            return None
+        if link.loop is not asyncio.get_running_loop():
+            raise TokenfleetError(
+                "this AsyncClient belongs to another event loop; make one client per loop, "
+                "or use the blocking Client from several threads"
+            )
+        return link
 
     def _new_link(self, loop: asyncio.AbstractEventLoop) -> Link:
         connection, self._first = self._first, None
@@ -169,13 +188,18 @@ class AsyncClient:
             accepted = await link.submission.send([draft])
         return self._handle(accepted[0])
 
-    async def submit_many(self, jobs: Iterable[Mapping[str, Any]]) -> list[AsyncJob]:
-        """Submit many jobs in few round trips. Each is a mapping of submit's arguments.
+    async def submit_many(self, jobs: Iterable[Mapping[str, Any] | JobRequest]) -> list[AsyncJob]:
+        """Submit many jobs in few round trips. Each is a mapping of submit's arguments, or a
+        JobRequest (which names its tenant itself).
 
         All are checked before the first is sent. Raises what submit raises; when
         IdempotencyMismatch or BrokerUnavailable comes, some may have been accepted. QueueFull says
         which: its job_ids.
         """
+        if isinstance(jobs, Mapping) or not isinstance(jobs, Iterable):
+            raise InvalidJob(
+                "jobs", type(jobs).__name__, "must be a list of jobs; one goes to submit"
+            )
         requests = [self._request(number, job) for number, job in enumerate(jobs)]
         link = self.link
         await link.connection.ready()
@@ -208,12 +232,18 @@ class AsyncClient:
         partition_of(job_id)
         return AsyncJob(self._link_now, job_id)
 
-    def _request(self, number: int, job: Mapping[str, Any]) -> JobRequest:
+    def _request(self, number: int, job: object) -> JobRequest:
+        if isinstance(job, JobRequest):
+            return job
+        if not isinstance(job, Mapping):
+            kind = type(job).__name__
+            raise InvalidJob(f"job {number}", kind, "must be a mapping of submit's arguments")
         given = {name: value for name, value in job.items() if value is not None}
         try:
             return JobRequest(**{"tenant": self._tenant, **given})
         except TypeError as error:
-            raise InvalidJob(f"job {number}", sorted(job), f"must be submit's arguments ({error})")  # noqa: B904 # says it all
+            names = sorted(map(str, job))
+            raise InvalidJob(f"job {number}", names, f"must be submit's arguments ({error})")  # noqa: B904 # says it all
 
     def _link_now(self) -> Link:
         return self.link

@@ -32,8 +32,10 @@ from redis.exceptions import (
 )
 
 from tokenfleet.producer.address import CLUSTER, WAY_OUT, Address, parse_address
+from tokenfleet.producer.checks import check_count, check_seconds
 from tokenfleet.producer.dialing import dial, dial_like, hang_up, look_again
 from tokenfleet.producer.errors import BrokerUnavailable, BrokerUnsupported, InvalidJob
+from tokenfleet.producer.forks import keep_for_parent
 from tokenfleet.producer.keys import Keys, check_name
 from tokenfleet.producer.kinds import WRONG_TYPE, blame
 from tokenfleet.producer.line import Line
@@ -46,6 +48,8 @@ SOCKET_TIMEOUT_S = 5.0
 """Longest wait for a reply (less where connect_timeout_s is less). Blocking commands stay under."""
 
 CLUSTER_PARTITIONS = 16
+MOST_PARTITIONS = 16384
+"""As many as a cluster has slots."""
 
 _MINIMUM = {"redis": (7, 0), "valkey": (7, 2)}
 _PAUSES_S = (0.0, 0.05, 0.1, 0.2, 0.4)
@@ -74,14 +78,16 @@ class Connection:
         connect_timeout_s: float = 10.0,
     ) -> None:
         self.namespace = check_name("namespace", namespace)
-        self.connect_timeout_s = connect_timeout_s
+        self.connect_timeout_s = check_seconds("connect_timeout_s", connect_timeout_s)
         self.address = _checked(broker)
         """What the URL said; None for a client that was handed in."""
         self.cluster = isinstance(broker, aio.RedisCluster) or (
             self.address is not None and self.address.kind == CLUSTER
         )
         self.announce = "SPUBLISH" if self.cluster else "PUBLISH"
-        self.partitions = partitions or (CLUSTER_PARTITIONS if self.cluster else 1)
+        if partitions is None:
+            partitions = CLUSTER_PARTITIONS if self.cluster else 1
+        self.partitions = check_count("partitions", partitions, MOST_PARTITIONS)
         self._broker = broker
         self._client: Any = None
         self._line: Line | None = None
@@ -90,6 +96,7 @@ class Connection:
         self._closings = 0
         """Times it was closed: what was under way then is not tried again."""
         self._pid = os.getpid()
+        keep_for_parent(self)
 
     def keys(self, partition: int) -> Keys:
         """The keys of one partition."""
@@ -114,8 +121,7 @@ class Connection:
         """Redis is there and new enough. Raises BrokerUnavailable, BrokerUnsupported."""
         client = self.client
         if not self._checked:
-            reply = await self.ask_server("HELLO")
-            _check_version(_pairs(reply))
+            _check_version(self._pairs(await self.ask_server("HELLO")))
             self._checked = client is self._client
 
     async def run(
@@ -277,6 +283,17 @@ class Connection:
             await self._line.hang_up()
         await look_again(self.client)
 
+    def _pairs(self, reply: Any) -> dict[str, Any]:
+        """HELLO's reply as a dict, from RESP2's flat list or RESP3's map."""
+        if not isinstance(reply, dict):
+            reply = dict(zip(reply[::2], reply[1::2])) if isinstance(reply, list) else {}
+        found = {_text(key): value for key, value in reply.items()}
+        if "server" not in found or "version" not in found:
+            raise BrokerUnsupported(
+                f"what answers is no Redis ({self.describe()}); {self._doubt()}"
+            )
+        return found
+
     def _doubt(self) -> str:
         if self.address is not None and self.address.tls:
             return "is it running, the address right, and does it speak TLS there?"
@@ -299,13 +316,6 @@ def _checked(broker: Broker) -> Address | None:
             "leave decode_responses out"
         )
     return None
-
-
-def _pairs(reply: Any) -> dict[str, Any]:
-    """HELLO's reply as a dict, from RESP2's flat list or RESP3's map."""
-    if not isinstance(reply, dict):
-        reply = dict(zip(reply[::2], reply[1::2]))
-    return {_text(key): value for key, value in reply.items()}
 
 
 def _text(value: Any) -> str:

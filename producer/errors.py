@@ -22,12 +22,25 @@ Invariant: `.retryable` is true exactly when the same call, repeated unchanged, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class TokenfleetError(Exception):
-    """Base of all errors of the client library."""
+    """Base of all errors of the client library. Each survives pickle and copy."""
 
     retryable: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remade, (type(self), self.args, self.__dict__)
+
+
+def _remade(
+    kind: type[TokenfleetError], args: tuple[Any, ...], fields: dict[str, Any]
+) -> TokenfleetError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
 
 
 class InvalidJob(TokenfleetError, ValueError):
@@ -36,13 +49,19 @@ class InvalidJob(TokenfleetError, ValueError):
     def __init__(self, field: str, value: object, way_out: str) -> None:
         shown = repr(value)
         shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-        super().__init__(f"{field}: {way_out}; got {shown}")
+        super().__init__(f"{field}: {way_out}; got {shown}{_hint(value)}")
         self.field = field
         self.value = value
         self.way_out = way_out
 
-    def __reduce__(self) -> tuple[type[InvalidJob], tuple[str, object, str]]:
-        return type(self), (self.field, self.value, self.way_out)
+
+def _hint(value: object) -> str:
+    """Numbers of other libraries look in a message as if they were Python's own."""
+    one = value[0] if isinstance(value, list | tuple) and value else value
+    library = type(one).__module__.partition(".")[0]
+    if library not in ("numpy", "torch"):
+        return ""
+    return f", of {library}: .item() and .tolist() make Python's own of it"
 
 
 class UndecodableJob(InvalidJob):
@@ -79,9 +98,6 @@ class QueueFull(TokenfleetError):
         self.retry_after_s = retry_after_s
         self.job_ids = tuple(job_ids)
 
-    def __reduce__(self) -> tuple[type[QueueFull], tuple[float, tuple[str | None, ...]]]:
-        return type(self), (self.retry_after_s, self.job_ids)
-
 
 class BrokerUnavailable(TokenfleetError):
     """Redis could not be reached, or did not answer, for as long as the client was told to try."""
@@ -104,9 +120,6 @@ class KeyOccupied(BrokerUnsupported):
         self.key = key
         self.found = found
         self.wanted = wanted
-
-    def __reduce__(self) -> tuple[type[KeyOccupied], tuple[str, str, str]]:
-        return type(self), (self.key, self.found, self.wanted)
 
 
 class StreamInterrupted(TokenfleetError):

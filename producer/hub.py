@@ -21,10 +21,13 @@ from redis.exceptions import RedisClusterException, RedisError
 
 from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import BrokerUnavailable
+from tokenfleet.producer.forks import keep_for_parent
 from tokenfleet.producer.patience import Patience
 
 MOST_WAITING = 1000
 """Messages kept for a slow subscriber; beyond, it reads the log instead."""
+
+CLOSED = "the client was closed"
 
 _PAUSES_S = (0.0, 0.05, 0.1, 0.2, 0.3)
 
@@ -48,6 +51,7 @@ class Subscription:
         self._waiter: asyncio.Future[None] | None = None
         """Of the `get` that waits; there is one at most."""
         self._patience = Patience(self._wake)
+        self._cut = False
 
     def push(self, message: bytes) -> None:
         """A message came."""
@@ -68,15 +72,25 @@ class Subscription:
         self._messages.clear()
 
     async def get(self, timeout_s: float) -> bytes | Reread | None:
-        """The next message or mark; None after `timeout_s` of silence."""
-        if not self._messages:
+        """The next message or mark; None after `timeout_s` of silence.
+
+        Raises BrokerUnavailable when the client was closed.
+        """
+        if not self._messages and not self._cut:
             self._waiter = asyncio.get_running_loop().create_future()
             self._patience.begin(timeout_s)
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+        if self._cut and not self._messages:
+            raise BrokerUnavailable(CLOSED)
         return self._messages.popleft() if self._messages else None
+
+    def cut_off(self) -> None:
+        """The client was closed: whoever waits is told."""
+        self._cut = True
+        self._wake()
 
     def close(self) -> None:
         """Nobody will ask any more."""
@@ -93,9 +107,12 @@ class Hub:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._lines: dict[str, _Line] = {}
+        self.closed = False
+        keep_for_parent(self)
 
     async def subscribe(self, partition: int, channel: str) -> Subscription:
         """Returns when the server has confirmed. Raises BrokerUnavailable."""
+        self.check_open()
         subscription = Subscription(partition, channel)
         line = self._line(partition)
         try:
@@ -110,7 +127,13 @@ class Hub:
         except asyncio.CancelledError:
             await self.unsubscribe(subscription)
             raise
+        self.check_open()
         return subscription
+
+    def check_open(self) -> None:
+        """A stream that outlives its client opens nothing again. Raises BrokerUnavailable."""
+        if self.closed:
+            raise BrokerUnavailable(CLOSED)
 
     async def unsubscribe(self, subscription: Subscription) -> None:
         """Returns when the server no longer counts the subscriber, or cannot be asked."""
@@ -129,7 +152,8 @@ class Hub:
         return len(self._lines)
 
     async def aclose(self) -> None:
-        """Close the connections; streams still open see silence."""
+        """Close the connections, for good; streams still open are told."""
+        self.closed = True
         lines, self._lines = list(self._lines.values()), {}
         for line in lines:
             await line.aclose()
@@ -229,6 +253,11 @@ class _Line:
         while task is not None and not task.done():
             task.cancel()  # more than once: redis-py may lose a cancel while it connects
             await asyncio.wait([task], timeout=0.1)
+        for ears in self._ears.values():
+            for subscription in ears:
+                subscription.cut_off()
+        for confirmed in self._confirmed.values():
+            confirmed.set()  # whoever waits for it finds the hub closed
 
     async def _say(self, command: str, *channels: str) -> bool:
         """Send when connected. What cannot be sent now is made good by the next connection."""
@@ -256,6 +285,7 @@ class _Line:
         try:
             await wire.connect()
             wire.socket_timeout = None  # silence is no fault here
+            wire._parser.pubsub_push_handler_func = _as_it_is
             self._wire = wire
             for channel in list(self._ears):
                 await self._say(self._command, channel.decode())
@@ -311,6 +341,11 @@ class _Line:
                 self._gone[channel].set()
             elif channel in self._ears and self._confirmed[channel].is_set():
                 self.drop()  # the slot moved to another server
+
+
+async def _as_it_is(reply: Any) -> Any:
+    """In the place of redis-py's handler, which writes each event, text and all, into a log."""
+    return reply
 
 
 def _read_already(wire: Any) -> Iterator[Any]:

@@ -7,12 +7,15 @@ again from the id anywhere.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
+from tokenfleet.producer.checks import is_number
 from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import (
     DeadlineExceeded,
+    InvalidJob,
     JobCancelled,
     JobExpired,
     JobFailed,
@@ -22,6 +25,11 @@ from tokenfleet.producer.keys import keys_of
 from tokenfleet.producer.protocol import Event, EventError, JobResult, JobStatus, State
 from tokenfleet.producer.stream import JobReader, as_int
 from tokenfleet.producer.submission import Submission
+
+NOT_SENT = (
+    "a job's handle belongs to its client and cannot be copied or sent to another process; "
+    "send job.id, and make the handle there: client.job(job_id)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +57,15 @@ class AsyncJob:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id}>"
 
-    def stream(self, from_offset: int = 0) -> AsyncIterator[Event]:
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(NOT_SENT)
+
+    def stream(self, from_offset: int = 0) -> AsyncGenerator[Event, None]:
         """Every event from `from_offset` on, each once and in order, to the terminal one.
 
-        Raises JobExpired and StreamInterrupted; how the job ended says the last event.
+        Raises JobExpired and StreamInterrupted; how the job ended says the last event. As with any
+        generator, a read that is cancelled (a timeout around `anext`) ends this stream: go on with
+        another one from the last event's `end`.
         """
         return self._link_of().reader.follow(self.id, from_offset)
 
@@ -101,6 +114,8 @@ class AsyncJob:
         Raises JobFailed, JobCancelled, DeadlineExceeded as the job ended, JobExpired when Redis no
         longer knows it, and ResultTimeout after `timeout_s`: the job goes on then.
         """
+        if timeout_s is not None and not is_number(timeout_s):
+            raise InvalidJob("timeout_s", timeout_s, "must be seconds, or None")
         link = self._link_of()
         await link.connection.ready()
         state = (await link.reader.look(self.id)).state

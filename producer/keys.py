@@ -45,7 +45,7 @@ def derived_job_id(partition: int, created_ms: int, entropy: bytes) -> str:
 
 def partition_of(job_id: str) -> int:
     """The partition in a job id. Raises InvalidJob for anything that is no job id."""
-    match = _JOB_ID.fullmatch(job_id)
+    match = _JOB_ID.fullmatch(job_id) if isinstance(job_id, str) else None
     if match is None:
         raise InvalidJob("job id", job_id, "must be one that submit returned: <uuid7>.<partition>")
     return int(match[1])

@@ -5,20 +5,21 @@ Invariant: `JobRequest.unpack(job.pack()) == job`, and a JobRequest that exists 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenfleet.producer import wire
+from tokenfleet.producer.checks import are_token_ids, check_plain, is_int, is_number, is_text
 from tokenfleet.producer.errors import InvalidJob, UndecodableJob
 from tokenfleet.producer.keys import PRIORITIES, check_name
-from tokenfleet.producer.sampling_params import SamplingParams, are_token_ids, is_int
+from tokenfleet.producer.sampling_params import SamplingParams
 
 MAX_JOB_BYTES = 256 * 1024
 """Largest packed job, unless the client is told otherwise."""
 
 _MAX_SECONDS = 10 * 365 * 86400.0
+_ON_DISCONNECT = ("continue", "cancel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +98,12 @@ def _check_target(job: JobRequest) -> None:
         or not job.model.isprintable()
     ):
         raise InvalidJob("model", job.model, "must be the name of a model, 1 to 256 characters")
-    if job.priority not in PRIORITIES:
+    if not isinstance(job.priority, str) or job.priority not in PRIORITIES:
         raise InvalidJob("priority", job.priority, f"must be one of {', '.join(PRIORITIES)}")
     check_name("tenant", job.tenant)
-    if job.adapter is not None and not (isinstance(job.adapter, str) and job.adapter):
+    if job.adapter is not None and not (is_text(job.adapter) and job.adapter):
         raise InvalidJob("adapter", job.adapter, "must be the name of an adapter, or None")
-    if job.on_disconnect not in ("continue", "cancel"):
+    if not isinstance(job.on_disconnect, str) or job.on_disconnect not in _ON_DISCONNECT:
         raise InvalidJob("on_disconnect", job.on_disconnect, "must be 'continue' or 'cancel'")
     if not isinstance(job.sampling, SamplingParams):
         raise InvalidJob("sampling", job.sampling, "must be SamplingParams")
@@ -115,25 +116,37 @@ def _check_prompt(job: JobRequest) -> None:
         raise InvalidJob("prompt", given, f"exactly one of {', '.join(names)} must be given")
     value = getattr(job, given[0])
     if job.prompt is not None and not isinstance(value, str):
-        raise InvalidJob("prompt", value, "must be text; token ids go into prompt_token_ids")
+        raise InvalidJob("prompt", _kind(value), "must be text; token ids go into prompt_token_ids")
     if job.prompt is None and not isinstance(value, list | tuple):
-        raise InvalidJob(given[0], value, "must be a list")
+        raise InvalidJob(given[0], _kind(value), "must be a list")
     if not value:
         raise InvalidJob(given[0], value, "must not be empty")
     if job.prompt is None:
         object.__setattr__(job, given[0], tuple(value))
+    if job.prompt_token_ids is not None:
+        if not are_token_ids(job.prompt_token_ids):
+            raise InvalidJob(
+                "prompt_token_ids", value, "must hold token ids, integers of 0 or more"
+            )
+        return
     if job.messages is not None:
         _check_messages(job.messages)
-    if job.prompt_token_ids is not None and not are_token_ids(job.prompt_token_ids):
-        raise InvalidJob("prompt_token_ids", value, "must hold token ids, integers of 0 or more")
+    check_plain(given[0], getattr(job, given[0]))
 
 
 def _check_messages(messages: Sequence[object]) -> None:
+    way_out = "must hold mappings with a role and a content"
     for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidJob("messages", message, "must hold mappings with a role and a content")
-        if "content" not in message and "tool_calls" not in message:
-            raise InvalidJob("messages", message, "must hold mappings with a role and a content")
+        if not isinstance(message, Mapping):
+            raise InvalidJob("messages", _kind(message), way_out)
+        names = message.keys()
+        if not isinstance(message.get("role"), str) or not names & {"content", "tool_calls"}:
+            raise InvalidJob("messages", f"one with {sorted(map(str, names))}", way_out)
+
+
+def _kind(value: object) -> str:
+    """What stands for a prompt in an error, which may be logged: never its text."""
+    return f"a value of type {type(value).__name__}"
 
 
 def _check_times(job: JobRequest) -> None:
@@ -141,8 +154,7 @@ def _check_times(job: JobRequest) -> None:
         value = getattr(job, name)
         if name == "deadline_s" and value is None:
             continue
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or not low <= value <= _MAX_SECONDS:
+        if not is_number(value) or not low <= value <= _MAX_SECONDS:
             raise InvalidJob(name, value, f"must be seconds, {low:g} or more and at most ten years")
     failures = job.max_failures
     if failures is not None and not (is_int(failures) and 0 <= failures <= 1000):
@@ -151,18 +163,11 @@ def _check_times(job: JobRequest) -> None:
 
 def _check_carried(job: JobRequest) -> None:
     key = job.idempotency_key
-    if key is not None and not (_is_text(key) and 1 <= len(key) <= 256):
+    if key is not None and not (is_text(key) and 1 <= len(key) <= 256):
         raise InvalidJob("idempotency_key", key, "must be a text of 1 to 256 characters, or None")
     for name in ("traceparent", "tracestate"):
-        if getattr(job, name) is not None and not _is_text(getattr(job, name)):
+        if getattr(job, name) is not None and not is_text(getattr(job, name)):
             raise InvalidJob(name, getattr(job, name), "must be a text, or None")
     if not isinstance(job.metadata, Mapping):
         raise InvalidJob("metadata", job.metadata, "must be a mapping")
-
-
-def _is_text(value: object) -> bool:
-    """A text that has bytes: no half of a surrogate pair."""
-    try:
-        return isinstance(value, str) and value.encode() is not None
-    except UnicodeEncodeError:
-        return False
+    check_plain("metadata", job.metadata)

@@ -9,10 +9,11 @@ Invariant: an instance is valid; whoever holds one need not check it again.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from tokenfleet.producer.checks import check_plain, is_int, is_number, is_text
 from tokenfleet.producer.errors import InvalidJob
 from tokenfleet.producer.wire import wire_of
 
@@ -78,32 +79,20 @@ class SamplingParams:
         return cls(**wire)
 
 
-def is_int(value: object) -> bool:
-    """An integer, and not a bool in disguise."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def are_token_ids(values: Collection[Any]) -> bool:
-    """Integers of 0 or more that fit a vocabulary; there is at least one."""
-    plain = set(map(type, values)) == {int}  # each prompt is looked at, and nearly all are that
-    return (plain or all(map(is_int, values))) and min(values) >= 0 and max(values) < 2**31
-
-
 def _whole(name: str, value: object, low: int, high: int, way_out: str) -> None:
     if not is_int(value) or not low <= value <= high:  # type: ignore[operator]
         raise InvalidJob(name, value, way_out)
 
 
 def _real(name: str, value: object, low: float, high: float, way_out: str) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type,operator]
+    if not is_number(value) or not low <= value <= high:  # type: ignore[operator]
         raise InvalidJob(name, value, way_out)
 
 
 def _texts(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         value = (value,)
-    if not isinstance(value, Sequence) or not all(isinstance(text, str) for text in value):
+    if not isinstance(value, Sequence) or not all(map(is_text, value)):
         raise InvalidJob(name, value, "must be a text or a list of texts")
     if len(value) > 16 or not all(value):
         raise InvalidJob(name, value, "must hold at most 16 texts, none of them empty")
@@ -113,7 +102,7 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
 def _ids(name: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise InvalidJob(name, value, "must be a list of token ids")
-    if not all(is_int(token) and token >= 0 for token in value):
+    if not all(is_int(token) and 0 <= token < 2**31 for token in value):
         raise InvalidJob(name, value, "must hold token ids, integers of 0 or more")
     return tuple(value)
 
@@ -153,7 +142,8 @@ def _check_extras(params: SamplingParams) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(params, name) is not None:
             _whole(name, getattr(params, name), 0, 20, "must lie between 0 and 20, or be None")
-    if params.logprobs_mode not in ("raw", "processed"):
+    mode = params.logprobs_mode
+    if not isinstance(mode, str) or mode not in ("raw", "processed"):
         raise InvalidJob("logprobs_mode", params.logprobs_mode, "must be 'raw' or 'processed'")
     for name in ("ignore_eos", "include_stop", "skip_special_tokens"):
         if not isinstance(getattr(params, name), bool):
@@ -165,3 +155,4 @@ def _check_extras(params: SamplingParams) -> None:
         raise InvalidJob(
             "structured_outputs", grammar, "must be exactly one of json, regex, choice, grammar"
         )
+    check_plain("structured_outputs", grammar)

@@ -13,10 +13,11 @@ Invariant: the cursor is the log entry last looked at; no token is handed out tw
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tokenfleet.producer.checks import is_int
 from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import BrokerUnavailable, InvalidJob, JobExpired, StreamInterrupted
 from tokenfleet.producer.hub import Hub, Subscription
@@ -28,6 +29,7 @@ SILENCE_S = 5.0
 """After this long without a message the job's state and log are looked at."""
 
 _PAGE = 500
+_MOST_TOKENS = 1 << 53
 
 EntryId = tuple[int, int]
 
@@ -75,6 +77,7 @@ class JobReader:
         served: bool = False,
     ) -> Look:
         """The job now, with up to `count` entries behind `cursor`. Raises BrokerUnavailable."""
+        self.hub.check_open()
         names = self.connection.keys(partition_of(job_id))
         position = f"{cursor[0]}-{cursor[1]}"
         args = [job_id, position, count, int(watch), *self._ttls, int(served)]
@@ -112,15 +115,15 @@ class JobReader:
         await self.connection.ready()
         return await self.hub.subscribe(names.partition, names.events(job_id))
 
-    async def follow(self, job_id: str, from_offset: int = 0) -> AsyncIterator[Event]:
+    async def follow(self, job_id: str, from_offset: int = 0) -> AsyncGenerator[Event, None]:
         """Every event from `from_offset` to the terminal one.
 
         Raises JobExpired when job or log are gone, StreamInterrupted when Redis is away for longer
         than connect_timeout_s. Left before its end by the last subscriber, a job with
         on_disconnect="cancel" is cancelled.
         """
-        if from_offset < 0:
-            raise InvalidJob("from_offset", from_offset, "must be 0 or more")
+        if not is_int(from_offset) or not 0 <= from_offset < _MOST_TOKENS:
+            raise InvalidJob("from_offset", from_offset, "must be a number of tokens, 0 or more")
         run = _Run(self, job_id, from_offset)
         try:
             run.ear = await self.subscribe(job_id)
@@ -181,7 +184,7 @@ class _Run:
         """Stop listening; of a job that is to end with its subscribers, ask for that end."""
         if self.ear is not None:
             await self._reader.hub.unsubscribe(self.ear)
-        if self._ends_with_us and not self._ended:
+        if self._ends_with_us and not self._ended and not self._reader.hub.closed:
             try:
                 await self._reader.cancel(self._job_id, if_abandoned=True)
             except BrokerUnavailable:

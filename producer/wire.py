@@ -8,6 +8,7 @@ Invariant: bytes that `pack` did not write raise UndecodableJob, and nothing els
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
@@ -93,6 +94,15 @@ def _no_extension(code: int, _data: bytes) -> object:
 
 _packer = msgpack.Packer(default=_as_map)
 _lock = threading.Lock()
+
+
+def _unlocked() -> None:
+    """A forked child must not wait for a thread that only its parent has."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlocked)
 
 
 def write(wire: dict[str, Any]) -> bytes:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenfleet.producer.batch.refusals import RequestRefused
-from tokenfleet.producer.sampling_params import are_token_ids
+from tokenfleet.producer.checks import are_token_ids
 
 ROLES = {"developer": "system", "function": "tool"}
 """Names of roles that templates do not know, and the ones that they do."""

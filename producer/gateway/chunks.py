@@ -14,7 +14,7 @@ import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from tokenfleet.producer.batch import ResponseShape, failed_answer, usage_of
 from tokenfleet.producer.errors import (
@@ -123,7 +123,7 @@ class Completion:
             yield frame(self._packed([], usage=usage), str(self.place))
 
     async def _events(self) -> AsyncGenerator[Event, None]:
-        stream = cast("AsyncGenerator[Event, None]", self.job.stream(self.place.offset))
+        stream = self.job.stream(self.place.offset)
         async with aclosing(stream):
             async for event in stream:
                 self.ended = event.final

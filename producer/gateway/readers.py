@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
 from contextlib import suppress
-from typing import cast
 
 from starlette.requests import Request
 
@@ -19,7 +17,7 @@ from tokenfleet.producer.gateway.chunks import Completion
 from tokenfleet.producer.gateway.context import Gateway, gateway_of, note
 from tokenfleet.producer.gateway.sse import until_gone
 from tokenfleet.producer.job import AsyncJob
-from tokenfleet.producer.protocol import Event, JobResult
+from tokenfleet.producer.protocol import JobResult
 
 ALARM_SLACK_S = 0.02
 """Deadlines are counted by the server's clock, from when it had the job."""
@@ -97,7 +95,7 @@ async def awaited(request: Request, job: AsyncJob) -> JobResult:
 
     async def follow() -> JobResult:
         nonlocal ended
-        stream = cast("AsyncGenerator[Event, None]", job.stream())
+        stream = job.stream()
         async for event in stream:
             ended = event.final
             if event.token_ids and "ttft_ms" not in request.state.notes:

@@ -119,7 +119,7 @@ local function accept(a, job, idem)
 end
 
 local wrong = fault()
-if wrong then return redis.error_reply(wrong) end
+if wrong then return redis.error_reply('-' .. wrong) end
 for a = 4, #ARGV, width do
   local job, idem, reply = job_key(ARGV[a]), nil, nil
   if ARGV[a + 10] ~= '' then idem = P .. ':idem:' .. ARGV[a + 4] .. ':' .. ARGV[a + 10] end
