@@ -3,7 +3,8 @@
 A look at every partition, all at once, says how many jobs of each class wait there. What is
 claimed then is claimed only where it waits, all at once again: an urgent job of any partition goes
 before a less urgent one of any other, and a claim takes as long over sixteen partitions as over
-two. One that cannot be reached keeps nobody from the others.
+two. One that cannot be reached keeps nobody from the others, nor does one that says nothing: once
+another has answered, it gets as long again and LOOK_S.
 
 Invariant: what is allotted is no more than was asked for, and no more than waits.
 """
@@ -16,6 +17,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from tokenfleet.producer.errors import BrokerUnavailable
 from tokenfleet.producer.keys import PRIORITIES
 from tokenfleet.worker.broker import BROKER_ERRORS
 from tokenfleet.worker.claims import ClaimedJob
@@ -25,6 +27,9 @@ Waiting = Mapping[int, Mapping[str, int]]
 """Jobs that wait, by partition and priority."""
 
 Result = TypeVar("Result")
+
+LOOK_S = 0.5
+"""A look takes nothing: one that is given up here is made again in the next claim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,7 @@ class Spread:
         """Rounds, in the order of `partitions`; each brings a job or gives up a partition."""
         left = list(partitions)
         while left and (want := min(self.count - len(self.jobs), most_at_once)) > 0:
-            waiting, unseen = await settled({p: self.calls.peek(p, want) for p in left})
+            waiting, unseen = await self._look(left, want)
             self.errors += unseen.values()
             shares = allot(self.order.plan(want), waiting, want)
             if not shares:
@@ -70,6 +75,32 @@ class Spread:
             if full and _total(shares) < want:  # all that was seen; at `want` a look ends
                 return
             left = [p for p in left if p not in unseen and p not in lost and taken.get(p, 1)]
+
+    async def _look(
+        self, partitions: Sequence[int], want: int
+    ) -> tuple[Waiting, dict[int, Exception]]:
+        """Returns what waits in the partitions that have answered, and why the others have not."""
+        loop, limits = asyncio.get_running_loop(), set[asyncio.Timeout]()
+        began, until = loop.time(), None
+
+        async def look(partition: int) -> Mapping[str, int]:
+            nonlocal until
+            try:
+                async with asyncio.timeout_at(until) as limit:
+                    limits.add(limit)
+                    found = await self.calls.peek(partition, want)
+            except TimeoutError:
+                silent = f"partition {partition} has not answered as the others have"
+                raise BrokerUnavailable(silent) from None
+            finally:
+                limits.discard(limit)
+            if until is None:
+                until = 2 * loop.time() - began + LOOK_S
+                for one in limits:
+                    one.reschedule(until)
+            return found
+
+        return await settled({p: look(p) for p in partitions})
 
     async def _claim(
         self, shares: Waiting, want: int
