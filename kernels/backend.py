@@ -37,6 +37,7 @@ FUNCTIONS = (
     "tf_sample",
     "tf_logsumexp",
     "tf_add_rms_norm",
+    "tf_add_rms_norm_int8",
     "tf_silu_mul",
     "tf_gelu_tanh_mul",
     "tf_gated_bf16",

@@ -14,6 +14,7 @@ copy is kept. What is computed depends on weight, bias and quantization alone, n
 import ctypes
 import struct
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from tokenfleet.kernels import fp8
 from tokenfleet.kernels.backend import DTYPE_CODES, compiled, uses_triton
 from tokenfleet.kernels.fp8 import Fp8Rows, Fp8Scales
 from tokenfleet.kernels.workspace import new_result
+
+Rounding = Fp8Scales | Literal["int8"]
+"""What a product's inputs may be rounded to by whoever makes them: Fp8Rows, Int8Rows."""
 
 QUANTIZATIONS = ("int8", "fp8", "fp8_block")
 
@@ -32,8 +36,18 @@ ROWS_HINT = 32
 # the features of linear.cpp; its argument struct in two parts, and that of the rounding alone
 INT8, BF16_BLOCKS = 1, 2
 _PACK_WEIGHT = struct.Struct("@4P2q").pack
-_PACK_CALL = struct.Struct("@2P4q").pack
+_PACK_CALL = struct.Struct("@2P4qP").pack
 _PACK_QUANTIZE = struct.Struct("@3P3q").pack
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Rows:
+    """Activations [T, K] as a product in int8 takes them: values x scale; see quantize_rows."""
+
+    values: Tensor  # int8 [T, K, filled up with zeros to a multiple of 64]
+    scales: Tensor  # fp32 [T]
+    shape: tuple[int, int]
+    dtype: torch.dtype  # of what they were made from, and of the product
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +66,10 @@ class PackedWeight:
     fp8: Fp8Scales | None = None  # fp8: the scales of its codes
 
     @property
-    def rounding(self) -> Fp8Scales | None:
-        """How `linear` rounds its inputs to FP8, for whoever makes them; None: it does not."""
+    def rounding(self) -> Rounding | None:
+        """How `linear` rounds its inputs, for whoever makes them; None: it does not, or alone."""
+        if self.layout == "int8 blocks":
+            return "int8"
         return self.fp8 if self.fp8 is not None and self.fp8.activations != "none" else None
 
     @property
@@ -118,10 +134,14 @@ def pack_fp8(
     )
 
 
-def linear(x: Tensor | Fp8Rows, packed: PackedWeight) -> Tensor:
-    """x [T, in] -> [T, out] in x's dtype, which must be the packed weight's. A weight in FP8 also
-    takes x rounded already, as its scales say."""
+def linear(x: Tensor | Fp8Rows | Int8Rows, packed: PackedWeight) -> Tensor:
+    """x [T, in] -> [T, out] in x's dtype, which must be the packed weight's. A weight that has a
+    `rounding` also takes x rounded so already."""
     layout = packed.layout
+    if isinstance(x, Int8Rows):
+        if layout != "int8 blocks":
+            raise TypeError(f"x is in int8 and the weight in {layout!r}; pass x as it was")
+        return _on_blocks(x, packed)
     if packed.fp8 is not None:
         if uses_triton(packed.data):
             from tokenfleet.kernels.gpu import linear as gpu
@@ -226,21 +246,24 @@ def _onednn_takes(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
-def _on_blocks(x: Tensor, packed: PackedWeight) -> Tensor:
-    library = compiled(x)
+def _on_blocks(x: Tensor | Int8Rows, packed: PackedWeight) -> Tensor:
+    rows, scales = (x.values, x.scales) if isinstance(x, Int8Rows) else (x, None)
+    library = compiled(rows if scales is None else scales)
     if library is None:  # packed for the C++ kernels, which have been switched off since
         raise ValueError(f"a weight in the layout {packed.layout!r} needs the C++ kernels")
     if x.dtype != packed.dtype or x.shape[1] != packed.in_features:
         raise ValueError(
             f"x must be {packed.dtype} [T, {packed.in_features}], got {x.dtype} {tuple(x.shape)}"
         )
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    rows = x.shape[0]
-    out = new_result((rows, packed.out_features), x.dtype)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    out = new_result((x.shape[0], packed.out_features), x.dtype)
     function = library.tf_linear_bf16 if packed.layout == "blocks" else library.tf_linear_int8
     function(
         packed.packed
-        + _PACK_CALL(x.data_ptr(), out.data_ptr(), x.stride(0), rows, DTYPE_CODES[x.dtype], 0)
-    )
+        + _PACK_CALL(
+            rows.data_ptr(), out.data_ptr(), rows.stride(0), rows.shape[0], DTYPE_CODES[x.dtype], 0,
+            0 if scales is None else scales.data_ptr(),
+        )
+    )  # fmt: skip
     return out

@@ -18,10 +18,12 @@ struct LinearArguments {
     const void* x;
     void* out;
     int64_t x_stride, rows, dtype, path;
+    const float* x_scales;  // of int8 x, zero from `in` to a multiple of 64; null where x is of dtype
 };
 
 struct Layer {
     const void* x;
+    const float* x_scales;
     const uint8_t* weight;        // packed: [columns / 16][depth blocks][16][64 bytes]
     const float* scale;           // int8, per column
     const int32_t* offset;        // int8, per column: 128 x the sum of its weights
@@ -30,7 +32,7 @@ struct Layer {
     int64_t x_stride, rows, in, columns, depth_blocks, dtype, path;
 
     Layer(const LinearArguments& a, int64_t element_bytes)
-        : x(a.x), weight(a.weight), scale(a.scale), offset(a.offset), bias(a.bias), out(a.out), x_stride(a.x_stride),
+        : x(a.x), x_scales(a.x_scales), weight(a.weight), scale(a.scale), offset(a.offset), bias(a.bias), out(a.out), x_stride(a.x_stride),
           rows(a.rows), in(a.in), columns(a.columns),
           depth_blocks((a.in * element_bytes + DEPTH_BYTES - 1) / DEPTH_BYTES), dtype(a.dtype), path(a.path) {}
 };
@@ -43,8 +45,9 @@ struct Quantized {
     int64_t stride;
 };
 
-// One buffer, owned by the calling thread, which all threads of its team read and write.
+// Where x lies in int8 or will: one buffer, owned by the calling thread, which all threads of its team read and write.
 inline Quantized quantized_memory(const Layer& layer) {
+    if (layer.x_scales) return {(int8_t*)layer.x, (float*)layer.x_scales, layer.x_stride};
     static thread_local std::vector<int8_t> memory;
     const int64_t stride = layer.depth_blocks * DEPTH_BYTES, needed = layer.rows * (stride + 4) + 128;
     if ((int64_t)memory.size() < needed) memory.resize(needed);
@@ -92,8 +95,55 @@ template <typename T> void quantize_row(const T* x, int64_t width, int8_t* to, i
     }
 }
 
+#if defined(__AVX512BW__)
+
+// The highest of 32 magnitudes of bf16, which compare as integers do.
+INLINE float highest_of(__m512i tops) {
+    const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(tops), _mm512_extracti64x4_epi64(tops, 1));
+    const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    const uint32_t least = _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1))), 0);
+    const uint32_t bits = (least ^ 0xffff) << 16;
+    float highest;
+    memcpy(&highest, &bits, 4);
+    return highest;
+}
+
+// The same of bf16, 64 numbers at a time.
+template <> inline void quantize_row(const bf16* x, int64_t width, int8_t* to, int64_t stride, float* scale) {
+    const __m512i magnitudes = _mm512_set1_epi16(0x7fff);
+    const int64_t whole = width / 64 * 64;
+    __m512i tops[2] = {};
+    for (int64_t i = 0; i < whole; i += 64)
+        for (int j = 0; j < 2; j++)
+            tops[j] = _mm512_max_epu16(tops[j], _mm512_and_si512(_mm512_loadu_si512(x + i + 32 * j), magnitudes));
+    for (int64_t i = whole; i < width; i += 32) {
+        const __mmask32 there = width - i < 32 ? ((uint32_t)1 << (width - i)) - 1 : ~(uint32_t)0;
+        tops[0] = _mm512_max_epu16(tops[0], _mm512_and_si512(_mm512_maskz_loadu_epi16(there, x + i), magnitudes));
+    }
+    const float highest = highest_of(_mm512_max_epu16(tops[0], tops[1])), check = highest * 0.0f;
+    const float inverse = highest > 0.0f && check == 0.0f ? 127.0f / highest : 0.0f;
+    *scale = highest / 127.0f + check;
+    // numbers at even places lie in the low halves of lanes, those at odd places in the high ones
+    const auto words = [&](const bf16* from) INLINE_LAMBDA {
+        const __m512i two = _mm512_loadu_si512(from);
+        const i32x16 even = round_to_int((f32x16)_mm512_slli_epi32(two, 16) * inverse);
+        const i32x16 odd = round_to_int((f32x16)_mm512_and_si512(two, _mm512_set1_epi32((int)0xffff0000)) * inverse);
+        return (__m512i)((even & 0xff) | ((odd & 0xff) << 8));
+    };
+    const __m512i in_order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    for (int64_t i = 0; i < whole; i += 64)
+        _mm512_storeu_si512(to + i, _mm512_permutexvar_epi64(in_order, _mm512_packus_epi32(words(x + i), words(x + i + 32))));
+    for (int64_t i = whole; i < stride; i += LANES) {
+        const f32x16 v = i < width ? load_n(x + i, width - i) : f32x16{};
+        store_bytes(to + i, round_to_int(v * inverse), stride - i);
+    }
+}
+
+#endif
+
 // All rows of the layer, shared by the threads of a team, who wait for each other at the end.
 template <typename T> INLINE void quantize_rows(const Layer& layer, const Quantized& to) {
+    if (layer.x_scales) return;
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < layer.rows; row++)
         quantize_row((const T*)layer.x + row * layer.x_stride, layer.in, to.values + row * to.stride, to.stride,

@@ -1,5 +1,5 @@
 // RMSNorm, alone and with the residual sum before it; see norm.py for the contract.
-#include "vec.h"
+#include "linear_layer.h"
 
 using namespace tf;
 
@@ -56,6 +56,15 @@ struct AddNormArguments {  // all contiguous [rows, width]
     double eps, offset;
 };
 
+struct AddNormInt8Arguments {  // x, residual and total contiguous [rows, width]
+    const void *x, *residual, *weight;
+    int8_t* values;  // [rows, stride], zero beyond the width
+    float* scales;   // [rows]
+    void* total;
+    int64_t rows, width, stride, dtype;
+    double eps, offset;
+};
+
 EXPORT void tf_rms_norm(const NormArguments* arguments) {
     const NormArguments a = *arguments;
     with_dtype(a.dtype, [&]<typename T>(T*) {
@@ -75,6 +84,25 @@ EXPORT void tf_add_rms_norm(const AddNormArguments* arguments) {
             const int64_t at = row * a.width;
             add_norm_row((const T*)a.x + at, (const T*)a.residual + at, (const T*)a.weight, (T*)a.out + at,
                          (T*)a.total + at, a.width, a.eps, a.offset);
+        }
+    });
+}
+
+// The norm of a row goes no further than the first cache before it is rounded to int8.
+EXPORT void tf_add_rms_norm_int8(const AddNormInt8Arguments* arguments) {
+    const AddNormInt8Arguments a = *arguments;
+    with_dtype(a.dtype, [&]<typename T>(T*) {
+#pragma omp parallel if (a.rows * a.width > SERIAL_ELEMENTS)
+        {
+            static thread_local std::vector<T> normed;
+            if ((int64_t)normed.size() < a.width) normed.resize(a.width);
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < a.rows; row++) {
+                const int64_t at = row * a.width;
+                add_norm_row((const T*)a.x + at, (const T*)a.residual + at, (const T*)a.weight, normed.data(),
+                             (T*)a.total + at, a.width, a.eps, a.offset);
+                quantize_row<T>(normed.data(), a.width, a.values + row * a.stride, a.stride, a.scales + row);
+            }
         }
     });
 }

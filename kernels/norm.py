@@ -10,11 +10,14 @@ from torch import Tensor
 
 from tokenfleet.kernels.backend import DTYPE_CODES, compiled, uses_triton
 from tokenfleet.kernels.fp8 import Fp8Rows, Fp8Scales, quantize_reference
+from tokenfleet.kernels.linear import Int8Rows, quantize_rows
 from tokenfleet.kernels.workspace import new_result
 
+_INT8_DEPTH = 64  # Int8Rows are filled up to a multiple of this
 # the argument structs of norm.cpp
 _PACK = struct.Struct("@3P6q2d").pack
 _PACK_ADD = struct.Struct("@5P3q2d").pack
+_PACK_ADD_INT8 = struct.Struct("@6P4q2d").pack
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0) -> Tensor:
@@ -66,12 +69,7 @@ def add_rms_norm(
 
         return gpu.add_rms_norm(x, residual, weight, eps, weight_offset)
     library = compiled(x)
-    if library is None or not (
-        x.dtype == residual.dtype == weight.dtype
-        and x.is_contiguous()
-        and residual.is_contiguous()
-        and weight.is_contiguous()
-    ):
+    if library is None or not _fits_sum(x, residual, weight):
         return add_reference(x, residual, weight, eps, weight_offset)
     out, total = new_result(x.shape, x.dtype), new_result(x.shape, x.dtype)
     width = x.shape[-1]
@@ -82,6 +80,35 @@ def add_rms_norm(
         )
     )  # fmt: skip
     return out, total
+
+
+def _fits_sum(x: Tensor, residual: Tensor, weight: Tensor) -> bool:
+    return (
+        x.dtype == residual.dtype == weight.dtype
+        and x.is_contiguous()
+        and residual.is_contiguous()
+        and weight.is_contiguous()
+    )
+
+
+def add_rms_norm_int8(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
+) -> tuple[Int8Rows, Tensor]:
+    """add_rms_norm of [T, H], its norm rounded as products in int8 take it. On the CPU only."""
+    library = compiled(x)
+    if library is None or not _fits_sum(x, residual, weight):
+        return add_int8_reference(x, residual, weight, eps, weight_offset)
+    rows, width = x.shape
+    values = new_result((rows, -(-width // _INT8_DEPTH) * _INT8_DEPTH), torch.int8)
+    scales, total = new_result((rows,), torch.float32), new_result(x.shape, x.dtype)
+    library.tf_add_rms_norm_int8(
+        _PACK_ADD_INT8(
+            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), values.data_ptr(),
+            scales.data_ptr(), total.data_ptr(),
+            rows, width, values.shape[1], DTYPE_CODES[x.dtype], eps, weight_offset,
+        )
+    )  # fmt: skip
+    return Int8Rows(values, scales, (rows, width), x.dtype), total
 
 
 def rms_norm_fp8(
@@ -126,3 +153,13 @@ def add_reference(
     """The specification."""
     total = x + residual
     return reference(total, weight, eps, weight_offset), total
+
+
+def add_int8_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
+) -> tuple[Int8Rows, Tensor]:
+    """The specification."""
+    normed, total = add_reference(x, residual, weight, eps, weight_offset)
+    values, scales = quantize_rows(normed)
+    padded = torch.nn.functional.pad(values, (0, -normed.shape[1] % _INT8_DEPTH))
+    return Int8Rows(padded, scales, (normed.shape[0], normed.shape[1]), x.dtype), total

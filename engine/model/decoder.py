@@ -17,8 +17,14 @@ from tokenfleet.engine.model.mlp import DenseMlp
 from tokenfleet.engine.model.spec import ModelSpec
 from tokenfleet.kernels.fp8 import FP8, Fp8Rows, Fp8Scales
 from tokenfleet.kernels.gated import gated_linear
-from tokenfleet.kernels.linear import PackedWeight, linear
-from tokenfleet.kernels.norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
+from tokenfleet.kernels.linear import Int8Rows, PackedWeight, Rounding, linear
+from tokenfleet.kernels.norm import (
+    add_rms_norm,
+    add_rms_norm_fp8,
+    add_rms_norm_int8,
+    rms_norm,
+    rms_norm_fp8,
+)
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool, paged_attention
 from tokenfleet.kernels.rope_kv import HeadNorms, rope_and_write_kv
 from tokenfleet.kernels.workspace import Workspace
@@ -170,16 +176,16 @@ class Decoder:
 
     @overload
     def _enter(
-        self, added: Tensor | None, residual: Tensor, norm: Tensor | None, into: Fp8Scales | None
-    ) -> tuple[Tensor | Fp8Rows, Tensor]: ...
+        self, added: Tensor | None, residual: Tensor, norm: Tensor | None, into: Rounding | None
+    ) -> tuple[Tensor | Fp8Rows | Int8Rows, Tensor]: ...
 
     def _enter(
         self,
         added: Tensor | None,
         residual: Tensor,
         norm: Tensor | None,
-        into: Fp8Scales | None = None,
-    ) -> tuple[Tensor | Fp8Rows, Tensor]:
+        into: Rounding | None = None,
+    ) -> tuple[Tensor | Fp8Rows | Int8Rows, Tensor]:
         """(input of the next sub-block, residual stream with `added` in it).
 
         into: how the projection that comes next rounds its inputs; done in the norm's own pass.
@@ -189,9 +195,11 @@ class Decoder:
             total = residual if added is None else residual + added
             return total, total
         if added is None:
-            if into is not None:
+            if isinstance(into, Fp8Scales):
                 return rms_norm_fp8(residual, norm, eps, into, weight_offset=offset), residual
             return rms_norm(residual, norm, eps, weight_offset=offset), residual
+        if into == "int8":
+            return add_rms_norm_int8(added, residual, norm, eps, weight_offset=offset)
         if into is not None:
             return add_rms_norm_fp8(added, residual, norm, eps, into, weight_offset=offset)
         return add_rms_norm(added, residual, norm, eps, weight_offset=offset)
@@ -205,7 +213,7 @@ class Decoder:
         return x
 
     def _attend(
-        self, x: Tensor | Fp8Rows, a: Attention, batch: AttentionBatch, pool: KVPool
+        self, x: Tensor | Fp8Rows | Int8Rows, a: Attention, batch: AttentionBatch, pool: KVPool
     ) -> Tensor:
         spec = self.spec
         Hq, Hkv, D = spec.num_q_heads, spec.num_kv_heads, spec.head_dim

@@ -14,7 +14,7 @@ from tokenfleet.engine.model.spec import Activation
 from tokenfleet.kernels.activation import gelu_tanh_mul, gelu_tanh_mul_fp8, silu_mul, silu_mul_fp8
 from tokenfleet.kernels.fp8 import Fp8Rows, Fp8Scales
 from tokenfleet.kernels.gated import gated_linear
-from tokenfleet.kernels.linear import PackedWeight, linear
+from tokenfleet.kernels.linear import Int8Rows, PackedWeight, Rounding, linear
 from tokenfleet.kernels.moe import ExpertWeights, expert_product, sort_visits
 
 GATES: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -39,13 +39,13 @@ class DenseMlp:
     gate: Callable[[Tensor], Tensor]
 
     @property
-    def rounding(self) -> Fp8Scales | None:
+    def rounding(self) -> Rounding | None:
         """How the inputs may be rounded by whoever makes them; None: not at all."""
         return self.gate_up.rounding
 
-    def __call__(self, x: Tensor | Fp8Rows) -> Tensor:
+    def __call__(self, x: Tensor | Fp8Rows | Int8Rows) -> Tensor:
         into = self.down.rounding
-        if into is None:
+        if not isinstance(into, Fp8Scales):
             return linear(gated_linear(x, self.gate_up, self.gate), self.down)
         return linear(FP8_GATES[self.gate](linear(x, self.gate_up), into), self.down)
 
@@ -67,7 +67,7 @@ class MoeMlp:
         """None: the router needs the inputs as they are."""
         return None
 
-    def __call__(self, x: Tensor | Fp8Rows) -> Tensor:
+    def __call__(self, x: Tensor | Fp8Rows | Int8Rows) -> Tensor:
         assert isinstance(x, Tensor)
         weights, chosen = self._route(x)
         flat = chosen.flatten()
@@ -103,7 +103,7 @@ class GroupedMoeMlp:
         """None: the router needs the inputs as they are."""
         return None
 
-    def __call__(self, x: Tensor | Fp8Rows) -> Tensor:
+    def __call__(self, x: Tensor | Fp8Rows | Int8Rows) -> Tensor:
         assert isinstance(x, Tensor)
         weights, chosen = route(x, self.router, self.top_k, renormalize=self.renormalize)
         visits = sort_visits(chosen, self.gate_up.data.shape[0])

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from tokenfleet.kernels.activation import gelu_tanh_mul, silu_mul
-from tokenfleet.kernels.norm import add_rms_norm, rms_norm
+from tokenfleet.kernels.linear import quantize_rows
+from tokenfleet.kernels.norm import add_rms_norm, add_rms_norm_int8, rms_norm
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -44,6 +45,25 @@ def test_add_rms_norm_returns_the_norm_of_the_rounded_sum_and_the_sum(oracle, dt
     expected = oracle.rms_norm(expected_sum.double().numpy(), weight.double().numpy(), 1e-6, 0.0)
     assert torch.equal(total, expected_sum)
     np.testing.assert_allclose(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@DTYPES
+@SIZES
+def test_a_norm_in_int8_is_the_norm_rounded(dtype, rows, width):
+    x, residual, weight = (
+        draw((rows, width), dtype, 1),
+        draw((rows, width), dtype, 2),
+        draw((width,), dtype, 3),
+    )
+    normed, expected_sum = add_rms_norm(x, residual, weight, 1e-6, weight_offset=1.0)
+    rounded, total = add_rms_norm_int8(x, residual, weight, 1e-6, weight_offset=1.0)
+    values, scales = quantize_rows(normed)
+    assert torch.equal(total, expected_sum)
+    assert torch.equal(rounded.values[:, :width], values)
+    assert torch.equal(rounded.scales, scales)
+    assert rounded.values.shape == (rows, -(-width // 64) * 64)
+    assert not rounded.values[:, width:].any()
+    assert (rounded.shape, rounded.dtype) == ((rows, width), dtype)
 
 
 def test_rms_norm_works_on_heads_of_a_fused_projection(oracle):

@@ -76,7 +76,7 @@ def test_without_tiles_the_cpp_form_does_one_after_the_other(monkeypatch):
             pytest.skip("this CPU has neither AMX nor AVX-512 BF16 and VNNI")
         call = gated._PACK
         lanes = 1  # the path of linear_layer.h
-        monkeypatch.setattr(gated, "_PACK", lambda *a: call(*a[:5], lanes, a[6]))
+        monkeypatch.setattr(gated, "_PACK", lambda *a: call(*a[:5], lanes, *a[6:]))
         out = gated_linear(x, packed, silu_mul)
         expected = gated.reference(x, packed, silu_mul)
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)

@@ -8,6 +8,8 @@ import torch
 
 from tokenfleet.kernels import backend as backend_module
 from tokenfleet.kernels import linear as ops
+from tokenfleet.kernels.activation import silu_mul
+from tokenfleet.kernels.gated import gated_linear
 from tokenfleet.kernels.linear import linear, pack_linear
 
 SHAPES = [(1, 64, 48), (63, 576, 123), (123, 123, 576), (5, 1536, 33), (32, 64, 64), (2, 1000, 1)]
@@ -116,7 +118,7 @@ def test_both_instruction_sets_give_what_torch_gives(quantization, rows, path):
         library = backend_module.backend.library
         function = library.tf_linear_int8 if quantization else library.tf_linear_bf16
         out = torch.full((rows, 83), torch.nan, dtype=torch.bfloat16)
-        call = struct.pack("@2P4q", x.data_ptr(), out.data_ptr(), 192, rows, 1, path)
+        call = struct.pack("@2P4qP", x.data_ptr(), out.data_ptr(), 192, rows, 1, path, 0)
         function(packed.packed + call)
     if quantization:
         assert torch.equal(out, ops.int8_reference(x, *ops.quantize_rows(weight)))
@@ -126,7 +128,7 @@ def test_both_instruction_sets_give_what_torch_gives(quantization, rows, path):
 
 
 @DTYPES
-@pytest.mark.parametrize("shape", [(1, 1), (63, 123), (5, 576)])
+@pytest.mark.parametrize("shape", [(1, 1), (63, 123), (5, 576), (3, 95), (2, 160)])
 def test_weights_are_rounded_alike_by_every_backend(shape, dtype):
     weight = draw(shape, dtype, 1)
     weight[0] = 0.0
@@ -153,6 +155,29 @@ def test_a_row_gives_the_same_bits_alone_and_in_any_batch(quantization, outputs)
         whole = linear(x, packed)
         for begin, end in ((0, 1), (3, 5), (17, 34), (6, 70), (300, 332), (311, 370)):
             assert torch.equal(linear(x[begin:end], packed), whole[begin:end])
+
+
+@pytest.mark.parametrize("rows", [1, 37])
+@pytest.mark.parametrize("inputs", [192, 100])
+def test_rows_that_are_int8_already_give_the_bits_of_those_they_were_made_from(rows, inputs):
+    x, weight = draw((rows, inputs), torch.bfloat16, 1), draw((64, inputs), torch.bfloat16, 2)
+    with backend_module.using("cpp"):
+        packed = pack_linear(weight, quantization="int8")
+        if packed.rounding != "int8":
+            pytest.skip("this CPU has neither AMX nor AVX-512 VNNI")
+        values, scales = ops.quantize_rows(x)
+        padded = torch.nn.functional.pad(values, (0, -inputs % 64))
+        rounded = ops.Int8Rows(padded, scales, (rows, inputs), x.dtype)
+        assert torch.equal(linear(rounded, packed), linear(x, packed))
+        assert torch.equal(
+            gated_linear(rounded, packed, silu_mul), gated_linear(x, packed, silu_mul)
+        )
+
+
+def test_rows_in_int8_are_refused_by_any_other_weight():
+    rounded = ops.Int8Rows(torch.zeros(2, 64).char(), torch.ones(2), (2, 64), torch.float32)
+    with pytest.raises(TypeError, match="pass x as it was"):
+        linear(rounded, pack_linear(torch.zeros(8, 64)))
 
 
 def test_unknown_quantization_is_refused_by_name():
