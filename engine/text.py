@@ -7,6 +7,7 @@ models that have no tokenizer.json) is imported when first needed, and torch nev
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cached_property
@@ -25,6 +26,9 @@ from tokenfleet.engine.detokenizer import (
 from tokenfleet.engine.errors import CheckpointError, InvalidRequest
 from tokenfleet.engine.sampling_params import SamplingParams
 from tokenfleet.engine.stops import StopMatcher
+
+# one text at a time has nothing to share, and its threads would not live through a fork
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
@@ -159,7 +163,10 @@ class TextCodec:
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
-            encoded = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            # not `encode`: it holds the interpreter to its end, seconds for a text of megabytes
+            (encoded,) = self.tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
         except Exception as error:
             raise InvalidRequest(
                 "bad_prompt", f"the tokenizer cannot encode this prompt: {error}"

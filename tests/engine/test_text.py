@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import threading
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -217,3 +219,20 @@ def test_smollm2_text_round_trips(smollm2):
     for sample in TEXTS:
         ids = text.encode(sample)
         assert "".join(deltas(text, ids)) == sample
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded():
+    text_codec, text, encoding = codec(byte_level_tokenizer()), "some word " * 20_000, []
+
+    def encode():
+        encoding.append(True)
+        text_codec.encode(text)
+        encoding.clear()
+
+    thread, turns = threading.Thread(target=encode), 0
+    thread.start()
+    while thread.is_alive():
+        turns += bool(encoding)
+        time.sleep(0)
+    thread.join()
+    assert turns > 10
