@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from tokenfleet.producer.errors import BrokerUnsupported, InvalidJob
 
@@ -26,6 +26,7 @@ SINGLE, UNIX, SENTINEL, CLUSTER = "single", "unix", "sentinel", "cluster"
 
 SCHEMES = ("redis://", "rediss://", "unix://", "redis+sentinel://", "redis+cluster://")
 WAY_OUT = f"must begin with {', '.join(SCHEMES[:-1])} or {SCHEMES[-1]}"
+_ENCODED = "must have '/', '?', '#' and '@' in a user or password written as %2F, %3F, %23 and %40"
 DEFAULT_PORT, SENTINEL_PORT = 6379, 26379
 
 _TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
@@ -62,10 +63,16 @@ class Address:
 
 def parse_address(url: str) -> Address:
     """What a URL says. Raises InvalidJob, or BrokerUnsupported where it asks to decode replies."""
+    url = url.strip()  # a file's or a secret's last line break
     scheme, separator, _ = url.partition("://")
     if not separator or f"{scheme.replace('rediss+', 'redis+')}://" not in SCHEMES:
         raise _wrong(url, WAY_OUT)
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # it quotes the password
+        raise _wrong(url, "must have an IPv6 address in brackets: redis://[::1]:6379") from None
+    if _is_cut_short(scheme, parts):
+        raise InvalidJob("redis_url", f"{scheme}://...", _ENCODED)
     options = _options(url, parts.query)
     user, _, place = parts.netloc.rpartition("@")
     name, _, password = user.partition(":")
@@ -79,6 +86,13 @@ def parse_address(url: str) -> Address:
     return _servers(
         url, scheme, place, parts.path, options, cluster=wants_cluster or "cluster" in scheme
     )
+
+
+def _is_cut_short(scheme: str, parts: SplitResult) -> bool:
+    """Whether user or password hold a character that ends the part of a URL they stand in."""
+    names = [pair.partition("=")[0] for pair in parts.query.split("&")]
+    in_path = scheme != "unix" and "@" in parts.path
+    return bool(parts.fragment) or in_path or any("@" in name for name in names)
 
 
 def _unix(url: str, path: str, options: dict[str, Any]) -> Address:
@@ -128,6 +142,8 @@ def _servers(
 def without_password(url: str) -> str:
     """The URL for a message: user, password and secret options blanked."""
     place, mark, query = url.partition("?")
+    if "@" in query.partition("=")[0]:  # the password had a question mark in it
+        return f"{url.partition('://')[0]}://..."
     before, at, rest = place.rpartition("@")
     scheme, separator, _ = before.partition("://")
     kept = [part for part in query.split("&") if part.partition("=")[0] not in SECRET]

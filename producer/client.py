@@ -165,8 +165,8 @@ class AsyncClient:
         request = JobRequest(
             model=model,
             prompt=prompt,
-            messages=messages,  # type: ignore[arg-type]  # JobRequest makes tuples of them
-            prompt_token_ids=prompt_token_ids,  # type: ignore[arg-type]
+            messages=messages,
+            prompt_token_ids=prompt_token_ids,
             sampling=SamplingParams() if sampling is None else sampling,
             priority=priority,
             tenant=self._tenant if tenant is None else tenant,

@@ -30,9 +30,9 @@ class JobRequest:
     """The name that workers serve; one without a worker waits for one."""
     prompt: str | None = field(default=None, repr=False)
     """Exactly one of prompt, messages, prompt_token_ids is set. They stay out of the repr: logs."""
-    messages: tuple[Mapping[str, Any], ...] | None = field(default=None, repr=False)
-    """Chat messages; the worker applies the model's chat template."""
-    prompt_token_ids: tuple[int, ...] | None = field(default=None, repr=False)
+    messages: Sequence[Mapping[str, Any]] | None = field(default=None, repr=False)
+    """Chat messages; the worker applies the model's chat template. A tuple once it is made."""
+    prompt_token_ids: Sequence[int] | None = field(default=None, repr=False)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     priority: str = "default"
     tenant: str = "default"

@@ -38,9 +38,9 @@ class SamplingParams:
     """Same seed, same tokens: in any batch and on any worker."""
     n: int = 1
     """Number of independent choices."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a choice; not part of it unless include_stop."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop: str | Sequence[str] = ()
+    """Texts that end a choice; not part of it unless include_stop. A tuple once it is made."""
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop: bool = False
     presence_penalty: float = 0.0

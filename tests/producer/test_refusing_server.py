@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -40,11 +41,19 @@ async def test_an_address_that_leads_to_another_kind_of_server_is_named(bare_lab
     await connection.aclose()
 
 
-async def test_what_answers_and_is_no_redis_is_named():
-    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+@pytest.mark.parametrize(
+    "words",
+    [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"E\0\0\0\x10SFATAL\0", b"+hello\r\n" * 9, b"*0\r\n" * 9],
+    ids=["http", "postgres", "redis's own signs", "an empty list"],
+)
+async def test_what_answers_and_is_no_redis_is_named(words):
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(10_000):
+                writer.write(words)
         writer.close()
-        await writer.wait_closed()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]

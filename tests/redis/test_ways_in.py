@@ -144,6 +144,10 @@ async def test_a_missing_right_is_told_with_the_way_out(any_server, site_at):
         ("unix://", "name the socket"),
         ("redis+sentinel://a:1,b:2", "name the service"),
         ("redis+cluster://a:1/3", "leave out the database"),
+        ("redis://[::1:6379/0", "in brackets"),
+        ("redis://user:a/b@host/0", "%2F"),
+        ("redis://user:a?b@host/0", "%3F"),
+        ("redis://user:a#b@host/0", "%23"),
     ],
 )
 def test_a_wrong_url_is_refused_at_construction_with_the_way_out(url: str, words: str) -> None:
@@ -160,6 +164,11 @@ def test_a_wrong_url_is_refused_at_construction_with_the_way_out(url: str, words
         "redis://user:hunter2@host:1/0?nonsense=1",
         "redis://host/zero?password=hunter2",
         "redis+sentinel://host?sentinel_password=hunter2",
+        *(f"redis://user:hunter2{sign}x@host:1/0" for sign in "/?#"),
+        *(f"redis://user:x{sign}hunter2@host:1/0" for sign in "/?#"),
+        *(f"redis://user:1{sign}hunter2@host:1/0" for sign in "/?#"),
+        *(f"http://user:hunter2{sign}x@host:1/0" for sign in "/?#"),
+        "redis://user:hunter2@[::1:1/0",
     ],
 )
 def test_a_refused_url_shows_no_password(url: str) -> None:
@@ -180,6 +189,7 @@ def test_what_a_url_says_is_all_there() -> None:
     }  # fmt: skip
     assert address.sentinel_options == {"password": "s", "ssl_cert_reqs": "none"}
     assert "p@ss" not in repr(address)
+    assert parse_address(" redis://a:1/2\n") == parse_address("redis://a:1/2")
     cluster = parse_address("redis+cluster://a,b:7001")
     assert cluster.hosts == (("a", 6379), ("b", 7001))
 
