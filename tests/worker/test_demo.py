@@ -18,8 +18,9 @@ import pytest
 from rich.console import Console
 
 from tokenfleet.producer import Event, EventError
-from tokenfleet.worker.demo.show import Watched, exit_code
+from tokenfleet.worker.demo.show import exit_code
 from tokenfleet.worker.demo.view import LiveView, PlainView, closing
+from tokenfleet.worker.demo.watched import Watched
 
 
 def watched(*events: Event) -> Watched:

@@ -13,17 +13,18 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 
 from tokenfleet.worker.demo.view import View
+from tokenfleet.worker.demo.watched import Watched
 from tokenfleet.worker.demo.worker_process import WorkerDied, WorkerProcess
 
 if TYPE_CHECKING:
-    from tokenfleet.producer import AsyncClient, AsyncJob, Event
+    from tokenfleet.producer import AsyncClient, Event
     from tokenfleet.worker.observing.exporters import Exporters
 
 MODEL_NAME = "smollm2"
@@ -47,57 +48,6 @@ PROMPTS: tuple[tuple[str, int], ...] = (
     ("Why is the sky blue?", 80),
     ("Write a letter from a cat to its owner.", 160),
 )
-
-
-@dataclass(slots=True)
-class Watched:
-    """One job as its subscriber sees it. Only `follow` changes it."""
-
-    number: int
-    prompt: str
-    job: AsyncJob | None = None
-    trace_id: str = ""
-    submitted_at: float = 0.0
-    first_token_at: float | None = None
-    ended_at: float | None = None
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    attempt: int = 0
-    workers: list[str] = field(default_factory=list)
-    """Who ran it, in order."""
-    resumed_at: int | None = None
-    """Offset at which another worker went on."""
-    faults: list[str] = field(default_factory=list)
-    """What is wrong with the stream; empty at the end, or the demo has failed."""
-
-    @property
-    def running(self) -> bool:
-        return self.first_token_at is not None and self.ended_at is None
-
-    @property
-    def ttft_s(self) -> float | None:
-        return None if self.first_token_at is None else self.first_token_at - self.submitted_at
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        if self.ended_at is None or self.first_token_at is None or len(self.token_ids) < 2:
-            return None
-        return (len(self.token_ids) - 1) / max(1e-9, self.ended_at - self.first_token_at)
-
-    def take(self, event: Event, now: float) -> None:
-        """Append an event, checking that it follows the one before."""
-        if event.offset != len(self.token_ids):
-            kind = "gap" if event.offset > len(self.token_ids) else "duplicate"
-            self.faults.append(f"{kind} at offset {event.offset}, after {len(self.token_ids)}")
-        if event.token_ids and self.first_token_at is None:
-            self.first_token_at = now
-        self.token_ids += event.token_ids
-        self.text += event.text
-        if event.final:
-            self.ended_at = now
-            if event.finish_reason not in ("stop", "length"):
-                why = event.error.message if event.error else event.finish_reason
-                self.faults.append(f"ended without finishing: {why}")
 
 
 def exit_code(jobs: Sequence[Watched]) -> int:

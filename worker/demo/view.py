@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from tokenfleet.producer import Event
-    from tokenfleet.worker.demo.show import Watched
+    from tokenfleet.worker.demo.watched import Watched
 
 PIECE = 56
 """Characters of text on one line of the plain view."""
