@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tokenfleet.engine.errors import InvalidRequest
-from tokenfleet.engine.execution.flight import Outcome
+from tokenfleet.engine.execution.flight import Note, StepResult
 from tokenfleet.engine.request import CoreEvent, EngineRequest, Logprobs
-from tokenfleet.engine.scheduling.plan import StepPlan
+from tokenfleet.engine.scheduling.plan import Chunk, StepPlan
 from tokenfleet.engine.scheduling.scheduler import Scheduler
 from tokenfleet.engine.scheduling.sequence import Sequence, SequenceState
+
+_FINISHED = SequenceState.FINISHED
+_NO_NOTE = Note()
 
 
 @dataclass(slots=True, eq=False)
@@ -115,34 +118,71 @@ class Accounts:
             if account and choice == sequence.choice:
                 self._close(account, sequence)
 
-    def settle(self, plan: StepPlan, outcomes: list[Outcome]) -> list[CoreEvent]:
+    def settle(self, plan: StepPlan, result: StepResult) -> list[CoreEvent]:
         """Account for a step whose result is here; pending events come first.
 
         Sequences in error end before the scheduler completes the step, so that nothing they
         computed reaches the prefix cache; those that reached their end, after it.
         """
         events, self.pending = self.pending, []
-        ended: list[tuple[Account, Outcome, str]] = []
-        for outcome in outcomes:
-            sequence = outcome.chunk.sequence
-            if sequence.state is SequenceState.FINISHED:
+        ended: list[tuple[Sequence, CoreEvent]] = []
+        notes, version = result.notes, self.weights_version
+        for row, (chunk, token) in enumerate(zip(plan.work, result.tokens, strict=True)):
+            sequence = chunk.sequence
+            tokens = sequence.tokens
+            if sequence.state is _FINISHED:
                 continue
-            account = self._accounts[sequence.request_id]
-            _keep_prompt_logprobs(account, outcome)
-            if outcome.error is not None:
-                self.num_errors += 1
-                self._end(account, sequence, "error", events, error=outcome.error)
-            elif outcome.chunk.samples:
-                reason = _take_token(outcome)
-                if reason is None:
-                    events.append(self._event(account, outcome, None))
-                else:
-                    ended.append((account, outcome, reason))
+            if (
+                token >= 0
+                and sequence.plain
+                and token not in sequence.ending
+                and len(tokens) + 1 < sequence.max_len
+                and row not in notes
+            ):  # as _settle_one does it: nearly all sequences, so it has to be quick
+                tokens.append(token)
+                id, choice = sequence.request_id, sequence.choice
+                events.append(CoreEvent(id, choice, [token], None, None, None, None, version))
+            else:
+                self._settle_one(chunk, token, notes.get(row, _NO_NOTE), events, ended)
         self._scheduler.complete(plan)
-        for account, outcome, reason in ended:
-            events.append(self._event(account, outcome, reason))
-            self._close(account, outcome.chunk.sequence)
+        for sequence, last in ended:
+            events.append(last)
+            self._close(self._accounts[sequence.request_id], sequence)
         return events
+
+    def _settle_one(
+        self,
+        chunk: Chunk,
+        token: int,
+        note: Note,
+        events: list[CoreEvent],
+        ended: list[tuple[Sequence, CoreEvent]],
+    ) -> None:
+        """Account for a chunk that needs a closer look."""
+        sequence = chunk.sequence
+        account = self._accounts[sequence.request_id]
+        if account.prompt_logprobs is not None:
+            for position, report in note.prompt_logprobs:
+                account.prompt_logprobs[position] = report
+        if note.error is not None:
+            self.num_errors += 1
+            self._end(account, sequence, "error", events, error=note.error)
+        elif chunk.samples:
+            taken, reason, error = _take_token(sequence, token)
+            event = CoreEvent(
+                sequence.request_id,
+                sequence.choice,
+                taken,
+                reason,
+                [note.logprobs] if taken and note.logprobs is not None else None,
+                _give_prompt_logprobs(account, sequence),
+                error,
+                self.weights_version,
+            )
+            if reason is None:
+                events.append(event)
+            else:
+                ended.append((sequence, event))
 
     def give_pending(self) -> list[CoreEvent]:
         """Events of a step that computed nothing."""
@@ -171,19 +211,6 @@ class Accounts:
         )
         self._close(account, sequence)
 
-    def _event(self, account: Account, outcome: Outcome, reason: str | None) -> CoreEvent:
-        sequence, has_token = outcome.chunk.sequence, outcome.token >= 0
-        return CoreEvent(
-            id=account.request.id,
-            choice=sequence.choice,
-            token_ids=[outcome.token] if has_token else [],
-            finish_reason=reason,
-            logprobs=[outcome.logprobs] if has_token and outcome.logprobs is not None else None,
-            prompt_logprobs=_give_prompt_logprobs(account, sequence),
-            error=outcome.error,
-            weights_version=self.weights_version,
-        )
-
     def _close(self, account: Account, sequence: Sequence) -> None:
         if sequence.state is SequenceState.FINISHED:
             return
@@ -209,28 +236,20 @@ def _is_end(sequence: Sequence) -> bool:
     return long_enough and sequence.tokens[-1] in sequence.ending
 
 
-def _take_token(outcome: Outcome) -> str | None:
-    """Append the sampled token; why the sequence ends with it, or None."""
-    sequence = outcome.chunk.sequence
+def _take_token(sequence: Sequence, token: int) -> tuple[list[int], str | None, str | None]:
+    """Append a sampled token; (what the caller gets of it, why it is the last, what is wrong)."""
     if len(sequence.tokens) >= sequence.max_len:  # asked for its prompt's logprobs only
-        outcome.token = -1
-        return "length"
-    sequence.tokens.append(outcome.token)
+        return [], "length", None
+    sequence.tokens.append(token)
     if sequence.constraint is not None:
-        outcome.error = sequence.constraint.accept(outcome.token)
-        if outcome.error is not None:
-            return "error"
+        error = sequence.constraint.accept(token)
+        if error is not None:
+            return [token], "error", error
         if sequence.constraint.complete:
-            return "stop"
+            return [token], "stop", None
     if _is_end(sequence):
-        return "stop"
-    return "length" if len(sequence.tokens) >= sequence.max_len else None
-
-
-def _keep_prompt_logprobs(account: Account, outcome: Outcome) -> None:
-    if account.prompt_logprobs is not None:
-        for position, report in outcome.prompt_logprobs:
-            account.prompt_logprobs[position] = report
+        return [token], "stop", None
+    return [token], "length" if len(sequence.tokens) >= sequence.max_len else None, None
 
 
 def _give_prompt_logprobs(account: Account, sequence: Sequence) -> list[Logprobs | None] | None:

@@ -241,9 +241,9 @@ class EngineCore:
         """Events of the oldest flight; the time spent on waiting for it is added to `timing`."""
         plan, flight = self._flights.popleft()
         began = time.perf_counter()
-        outcomes = self.runner.collect(flight)
+        result = self.runner.collect(flight)
         timing.sample_s += time.perf_counter() - began
-        return self._accounts.settle(plan, outcomes)
+        return self._accounts.settle(plan, result)
 
     # -- weights and memory ----------------------------------------------------------------
 
@@ -340,7 +340,7 @@ class EngineCore:
 
     def _report(self, plan: StepPlan, timing: Timing, started: float, scheduled: float) -> None:
         scheduler, stats = self.scheduler, self.stats
-        decodes = sum(chunk.start >= chunk.sequence.num_prompt for chunk in plan.decodes)
+        decodes = sum([chunk.start >= chunk.sequence.num_prompt for chunk in plan.decodes])
         stats.step += bool(plan)
         stats.running = len(scheduler.running)
         stats.waiting = scheduler.waiting.num_waiting + scheduler.waiting.num_held

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenfleet.engine.config import EngineConfig
 from tokenfleet.engine.core import EngineCore
@@ -22,8 +22,7 @@ from tokenfleet.engine.text import TextCodec, TextDelta, TextStream
 Prompt = str | Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class OutputEvent:
+class OutputEvent(NamedTuple):
     """What one step added to one choice; see CoreEvent, and `text` for the visible part."""
 
     id: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tokenfleet.engine.sampling_params import SamplingParams
 
@@ -28,9 +29,8 @@ class EngineRequest:
     """Prompts share cached blocks only under the same salt."""
 
 
-@dataclass(frozen=True, slots=True)
-class CoreEvent:
-    """What one step added to one choice."""
+class CoreEvent(NamedTuple):
+    """What one step added to one choice; made for every token, so it is a tuple."""
 
     id: str
     choice: int

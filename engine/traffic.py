@@ -44,6 +44,13 @@ class KVBytes:
             seen = min(seen, self.window + count - 1)
         return seen * self.per_token
 
+    def read_by(self, plan: StepPlan) -> int:
+        """Bytes that all chunks of a step look at."""
+        if self.window is not None:
+            return sum([self.read(chunk.start, chunk.count) for chunk in plan.work])
+        before = sum([chunk.start for chunk in plan.work])
+        return (before + plan.num_tokens) * self.per_token
+
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
@@ -58,8 +65,7 @@ class Traffic:
         """Bytes that the plan's step reads; an empty plan reads none."""
         if not plan:
             return 0
-        chunks = [(chunk.start, chunk.count) for chunk in plan.work]
-        cached = sum(kv.read(start, count) for kv in self.kv for start, count in chunks)
+        cached = sum(kv.read_by(plan) for kv in self.kv)
         chosen = sum(experts.read(plan.num_tokens) for experts in self.experts)
         return self.weight_bytes + int(chosen) + cached
 

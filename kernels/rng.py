@@ -40,9 +40,17 @@ def row_keys(
     seeds: NDArray[np.uint64], choices: NDArray[np.int64], positions: NDArray[np.int64]
 ) -> NDArray[np.int32]:
     """Keys [R, 2] int32 of R rows, from uint64 seeds and non-negative choices and positions."""
-    h = splitmix64(seeds)
-    h = splitmix64(h ^ choices.astype(np.uint64))
-    h = splitmix64(h ^ positions.astype(np.uint64))
+    return keys_at(streams(seeds, choices), positions)
+
+
+def streams(seeds: NDArray[np.uint64], choices: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """The part of a row's key that is the same at every position, uint64 [R]."""
+    return splitmix64(splitmix64(seeds) ^ choices.astype(np.uint64))
+
+
+def keys_at(of: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Keys [R, 2] int32 of rows of these streams."""
+    h = splitmix64(of ^ positions.astype(np.uint64))
     return np.ascontiguousarray(h).view(np.int32).reshape(-1, 2)
 
 

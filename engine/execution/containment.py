@@ -46,7 +46,7 @@ class Containment:
             if len(work) == 1 and work[0].count > 1:
                 return self._in_two_chunks(work[0], timing)
         if len(work) == 1:
-            return [Part(work, f"{type(error).__name__}: {error}")]
+            return [Part(work, error=f"{type(error).__name__}: {error}")]
         middle = len(work) // 2
         head, tail = work[:middle], work[middle:]
         return self.launch(head, timing, 1) + self.launch(tail, timing, 1)

@@ -6,35 +6,40 @@ launching. Its parts are what containment split the step into; usually there is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from tokenfleet.engine.execution.columns import Columns, Ids
 from tokenfleet.engine.execution.reports import Report, as_dicts
 from tokenfleet.engine.execution.transfers import Wait
 from tokenfleet.engine.request import Logprobs
 from tokenfleet.engine.scheduling.plan import Chunk
 from tokenfleet.kernels.step import POISONED
 
-Ids = NDArray[np.int64]
-
-NOT_SAMPLED = -1
+NO_TOKEN = -1
 """What stands in a step's verdicts where no token is due; POISONED where the model broke."""
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What came out for one chunk."""
+class Note:
+    """What came out for one chunk beside its token."""
 
-    chunk: Chunk
-    token: int = -1
-    """The sampled token; -1 when the chunk does not sample."""
     logprobs: Logprobs | None = None
     prompt_logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
+    """(position, report) of the prompt's own tokens."""
     error: str | None = None
     """Why its sequence cannot go on; its KV must not be kept."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step made: a row for each chunk of its plan, in its order."""
+
+    tokens: list[int]
+    """The sampled token; NO_TOKEN where the chunk does not sample or is in error."""
+    notes: dict[int, Note] = field(default_factory=dict)
+    """By row; most steps have none."""
 
 
 @dataclass(slots=True)
@@ -68,21 +73,28 @@ class Part:
     """Chunks that went through the model together, or failed together."""
 
     work: list[Chunk]
+    columns: Columns | None = None
+    """The same; None where they failed."""
     error: str | None = None
     listings: tuple[Listing, ...] = ()
     arriving: Wait = list
-    """Verdicts int64 [S] (a token, NOT_SAMPLED or POISONED), then the listings' tensors."""
+    """Verdicts int64 [S] (a token, NO_TOKEN or POISONED), then the listings' tensors."""
 
-    def outcomes(self) -> list[Outcome]:
-        """Wait for the device and read what it made."""
-        if self.error is not None:
-            return [Outcome(chunk, error=self.error) for chunk in self.work]
+    def read(self) -> tuple[Ids, dict[int, Note]]:
+        """(tokens int64 [S], notes by row), once the device is there."""
+        if self.columns is None:
+            rows = range(len(self.work))
+            return np.full(len(rows), NO_TOKEN), {row: Note(error=self.error) for row in rows}
         verdicts, *rest = self.arriving()
-        pairs = zip(self.work, verdicts.tolist(), strict=True)
-        found = [_outcome(chunk, verdict) for chunk, verdict in pairs]
+        tokens: Ids = verdicts.numpy()
+        notes: dict[int, Note] = {}
+        if tokens.min() < NO_TOKEN:
+            notes = {
+                row: Note(error=_BROKEN) for row in np.flatnonzero(tokens == POISONED).tolist()
+            }
         for i, listing in enumerate(self.listings):
-            _fill(found, listing, as_dicts(listing.report.wanted, rest[4 * i : 4 * i + 4]))
-        return found
+            _add(notes, listing, as_dicts(listing.report.wanted, rest[4 * i : 4 * i + 4]))
+        return np.where(self.columns.samples & (tokens >= 0), tokens, NO_TOKEN), notes
 
 
 @dataclass(slots=True)
@@ -92,42 +104,43 @@ class Flight:
     parts: list[Part]
     timing: Timing = field(default_factory=Timing)
 
-    def outcomes(self) -> Iterator[Outcome]:
-        """One a chunk of the plan, in its order; waits for the device."""
-        last: Outcome | None = None
-        for part in self.parts:
-            for outcome in part.outcomes():
-                if last is not None and last.chunk.sequence is outcome.chunk.sequence:
-                    last = _joined(last, outcome)  # the halves of a chunk that was too large
-                    continue
-                if last is not None:
-                    yield last
-                last = outcome
-        if last is not None:
-            yield last
+
+_BROKEN = "the model produced NaN or infinite values for this sequence"
 
 
-def _outcome(chunk: Chunk, verdict: int) -> Outcome:
-    if verdict == POISONED:
-        reason = "the model produced NaN or infinite values for this sequence"
-        return Outcome(chunk, error=reason)
-    return Outcome(chunk, token=verdict if chunk.samples else -1)
-
-
-def _fill(outcomes: list[Outcome], listing: Listing, reports: list[Logprobs]) -> None:
+def _add(notes: dict[int, Note], listing: Listing, reports: list[Logprobs]) -> None:
     if listing.rows is None:
-        outcome = outcomes[listing.chunk]
-        if outcome.error is None:
-            outcome.prompt_logprobs += enumerate(reports, listing.position)
+        note = notes.setdefault(listing.chunk, Note())
+        if note.error is None:
+            note.prompt_logprobs += enumerate(reports, listing.position)
     else:
         for row, report in zip(listing.rows.tolist(), reports, strict=True):
-            outcomes[row].logprobs = report
+            notes.setdefault(row, Note()).logprobs = report
 
 
-def _joined(first: Outcome, second: Outcome) -> Outcome:
-    """One outcome for two consecutive chunks of a sequence."""
-    a, b = first.chunk, second.chunk
-    whole = Chunk(a.sequence, a.start, a.count + b.count, b.samples)
-    reports = first.prompt_logprobs + second.prompt_logprobs
-    error = first.error or second.error
-    return Outcome(whole, second.token, second.logprobs, reports, error)
+def joined(parts: list[tuple[Part, Ids, dict[int, Note]]]) -> StepResult:
+    """The result of a step from what its parts gave.
+
+    Consecutive chunks of one sequence are pieces of a chunk that was too large: they get one row.
+    """
+    if len(parts) == 1:
+        _, tokens, notes = parts[0]
+        return StepResult(tokens.tolist(), notes)
+    result, last = StepResult([]), None
+    for part, tokens, notes in parts:
+        for row, (chunk, token) in enumerate(zip(part.work, tokens.tolist(), strict=True)):
+            if chunk.sequence is last:
+                result.tokens[-1] = token
+            else:
+                result.tokens.append(token)
+            last = chunk.sequence
+            if row in notes:
+                whole = result.notes.setdefault(len(result.tokens) - 1, Note())
+                _merge(whole, notes[row])
+    return result
+
+
+def _merge(whole: Note, piece: Note) -> None:
+    whole.logprobs = piece.logprobs or whole.logprobs
+    whole.prompt_logprobs += piece.prompt_logprobs
+    whole.error = whole.error or piece.error

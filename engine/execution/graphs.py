@@ -20,10 +20,11 @@ from torch import Tensor
 
 from tokenfleet.engine.execution.buckets import Bucket
 from tokenfleet.engine.execution.capture import Capture, Work
-from tokenfleet.engine.execution.param_table import Ids, ParamTable
+from tokenfleet.engine.execution.columns import Columns
+from tokenfleet.engine.execution.param_table import ParamTable
 from tokenfleet.engine.execution.prompt_logprobs import wanted
 from tokenfleet.engine.execution.slots import SlotTable
-from tokenfleet.engine.execution.step_words import StepWords, padding_words, step_words
+from tokenfleet.engine.execution.step_words import HostWords, StepWords
 from tokenfleet.engine.execution.transfers import Transfers
 from tokenfleet.engine.model.decoder import Decoder
 from tokenfleet.engine.scheduling.plan import Chunk, StepPlan
@@ -35,7 +36,8 @@ from tokenfleet.kernels.step import look_up, settle
 class DeviceTables:
     """The slots' block tables on the device, int32 [slots + 1, blocks of max_len].
 
-    The last row is spare: padding points at it, and it names the null block only.
+    The last row is spare: padding points at it, and it names the null block only. What stands
+    behind the end of a row is left from an earlier sequence and never looked at.
     """
 
     def __init__(self, num_slots: int, max_blocks: int, transfers: Transfers, device: torch.device):
@@ -45,26 +47,24 @@ class DeviceTables:
     def update(self, plan: StepPlan) -> None:
         """Bring the rows up to the plan; again after a part of it does no harm."""
         width = self.blocks.shape[1]
-        places, values = [], []
-        for sequence in plan.admitted:
-            if sequence.slot >= 0:
-                row = np.zeros(width, np.int32)
-                row[: len(sequence.block_table)] = sequence.block_table
-                places.append(np.arange(width) + sequence.slot * width)
-                values.append(row)
-        for sequence, first in plan.grown:
-            changed = np.array(sequence.block_table[first:], np.int32)
-            places.append(np.arange(first, first + len(changed)) + sequence.slot * width)
-            values.append(changed)
+        places: list[int] = []
+        values: list[int] = []
+        admitted = [(sequence, 0) for sequence in plan.admitted if sequence.slot >= 0]
+        for sequence, first in admitted + plan.grown:
+            changed = sequence.block_table[first:]
+            begin = sequence.slot * width + first
+            places += range(begin, begin + len(changed))
+            values += changed
         if places:
-            where, what = self._send(np.concatenate(places)), self._send(np.concatenate(values))
-            self.blocks.view(-1).index_copy_(0, where, what)
+            where = self._send(np.array(places, np.int64))
+            self.blocks.view(-1).index_copy_(0, where, self._send(np.array(values, np.int32)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Replays:
     """What one bucket's step is made of."""
 
+    inputs: HostWords
     words: StepWords
     forward: Work
     best: Work
@@ -110,22 +110,19 @@ class StepGraphs:
         self._decodes = sorted((b for b in buckets if b.decode), key=lambda b: b.sequences)
         self._mixed = sorted((b for b in buckets if not b.decode), key=lambda b: b.tokens)
 
-    def pick(self, work: list[Chunk]) -> Bucket | None:
+    def pick(self, work: list[Chunk], columns: Columns) -> Bucket | None:
         """The bucket for these chunks; None when they have to be launched."""
-        if work[-1].count == 1:  # one-token chunks come first
+        if columns.single:
             return next((b for b in self._decodes if b.sequences >= len(work)), None)
         if any(wanted(chunk) for chunk in work):  # needs the hidden states of a whole prompt
             return None
-        total = sum(chunk.count for chunk in work)
+        total = int(columns.counts.sum())
         return next((b for b in self._mixed if b.tokens >= total), None)
 
-    def fill(
-        self, bucket: Bucket, work: list[Chunk], table: SlotTable, params: ParamTable
-    ) -> tuple[Ids, Ids]:
-        """Write a step's words; (slots, ends) of its sequences."""
-        words, slots, ends = step_words(bucket, work, table, params)
-        self._transfers.refill(self._replays[bucket].words.data, words)
-        return slots, ends
+    def fill(self, bucket: Bucket, work: Columns, table: SlotTable, params: ParamTable) -> None:
+        """Write a step's words."""
+        replays = self._replays[bucket]
+        self._transfers.refill(replays.words.data, replays.inputs.write(work, table, params))
 
     def forward(self, bucket: Bucket) -> None:
         """From the words to `hidden` and `last_ids`; KV is written."""
@@ -140,9 +137,11 @@ class StepGraphs:
 
     def _captured(self, bucket: Bucket, capture: Capture) -> _Replays:
         words = StepWords(bucket, self._newest.device)
+        inputs = HostWords(bucket, self._newest.shape[0] - 1)
         # a step of nothing: no KV is written while kernels warm up
-        self._transfers.refill(words.data, padding_words(bucket, self._newest.shape[0] - 1))
+        self._transfers.refill(words.data, inputs.padding)
         return _Replays(
+            inputs,
             words,
             capture(lambda: self._forward(words)),
             capture(lambda: self._sample(words, drawn=False)),
@@ -178,10 +177,3 @@ class StepGraphs:
             logits, hidden, found, words.greedy, words.slots, words.ends, self._newest,
             self.verdicts[:S],
         )  # fmt: skip
-
-
-def fits_graph(params: ParamTable, slots: Ids) -> bool:
-    """Whether these rows ask for nothing but temperature, top-k, top-p and min-p."""
-    p = params
-    special = p.penalised[slots] | p.adjusted[slots] | p.constrained[slots]
-    return not (special | (p.logprobs[slots] >= 0)).any()

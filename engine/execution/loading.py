@@ -13,7 +13,7 @@ from tokenfleet.engine.config import EngineConfig
 from tokenfleet.engine.errors import CheckpointError, InvalidRequest
 from tokenfleet.engine.execution.buckets import Bucket, decode_buckets, mixed_buckets
 from tokenfleet.engine.execution.capture import Capture
-from tokenfleet.engine.execution.flight import Flight, Outcome
+from tokenfleet.engine.execution.flight import Flight, StepResult
 from tokenfleet.engine.execution.memory import (
     CudaProbe,
     MemoryProbe,
@@ -56,8 +56,8 @@ class RunsSteps(Protocol):
         """Begin a step; what the plan says of its sequences is read before this returns."""
         ...
 
-    def collect(self, flight: Flight) -> list[Outcome]:
-        """Wait for the oldest flight; one outcome per chunk of its plan, in its order."""
+    def collect(self, flight: Flight) -> StepResult:
+        """Wait for the oldest flight; one row per chunk of its plan, in its order."""
         ...
 
     def prepare_weights(self, weights: NewWeights) -> WeightUpdate:

@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenfleet.engine.constraints import Constraint
+from tokenfleet.engine.execution.columns import Ids
 from tokenfleet.engine.sampling_params import SamplingParams
 from tokenfleet.engine.scheduling.sequence import Sequence
+from tokenfleet.kernels.rng import keys_at, streams
 
-Ids = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
 
@@ -42,6 +43,8 @@ class ParamTable:
         self.penalised = np.zeros(num_slots, bool)
         self.adjusted = np.zeros(num_slots, bool)
         """Rows with a bias or a minimum length."""
+        self.special = np.zeros(num_slots, bool)
+        """Rows that ask for more than temperature, top-k, top-p and min-p."""
         self.logprobs = np.full(num_slots, -1, np.int64)
         self.processed = np.zeros(num_slots, bool)
         self.temperature = np.ones(num_slots, np.float32)
@@ -51,8 +54,8 @@ class ParamTable:
         self.presence = np.zeros(num_slots, np.float32)
         self.frequency = np.zeros(num_slots, np.float32)
         self.repetition = np.ones(num_slots, np.float32)
-        self.seed = np.zeros(num_slots, np.uint64)
-        self.choice = np.zeros(num_slots, np.int64)
+        self.noise = np.zeros(num_slots, np.uint64)
+        """Which stream of random numbers a row draws from: its seed and choice."""
         self.num_prompt = np.zeros(num_slots, np.int64)
         self.min_tokens = np.zeros(num_slots, np.int64)
         self.constrained = np.zeros(num_slots, bool)
@@ -69,8 +72,8 @@ class ParamTable:
         self.frequency[slot] = params.frequency_penalty
         self.repetition[slot] = params.repetition_penalty
         self.penalised[slot] = params.penalised
-        self.seed[slot] = sequence.seed % 2**64
-        self.choice[slot] = sequence.choice
+        seed, choice = np.array([sequence.seed % 2**64], np.uint64), np.array([sequence.choice])
+        self.noise[slot] = streams(seed, choice)[0]
         self.num_prompt[slot] = sequence.num_prompt
         self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.processed[slot] = params.logprobs_mode == "processed"
@@ -83,6 +86,16 @@ class ParamTable:
         self.constrained[slot] = sequence.constraint is not None
         if sequence.constraint is not None:
             self.constraint[slot] = sequence.constraint
+        self.special[slot] = (
+            self.penalised[slot]
+            or self.adjusted[slot]
+            or self.constrained[slot]
+            or self.logprobs[slot] >= 0
+        )
+
+    def keys(self, slots: Ids, ends: Ids) -> NDArray[np.int32]:
+        """Keys int32 [R, 2] of what sequences of `ends` [R] tokens draw next."""
+        return keys_at(self.noise[slots], ends - self.num_prompt[slots])
 
     def scattered(self, slots: Ids) -> tuple[Scattered, Scattered]:
         """(biases, tokens forbidden below min_tokens) of a batch of slots.

@@ -1,4 +1,4 @@
-"""Executes a plan: one forward pass, one sampling call, one outcome per chunk.
+"""Executes a plan: one forward pass, one sampling call, one row of the result per chunk.
 
 A step is launched and collected later; nothing between the two waits for the device. Where graphs
 were captured a step is replayed from one, unless it is larger than all of them.
@@ -19,6 +19,7 @@ from torch import Tensor
 from tokenfleet.engine.execution.batch import StepInputs, build_inputs
 from tokenfleet.engine.execution.buckets import Bucket
 from tokenfleet.engine.execution.capture import Capture
+from tokenfleet.engine.execution.columns import Columns, Ids, columns_of
 from tokenfleet.engine.execution.containment import (
     Containment,
     free_cached_memory,
@@ -26,16 +27,19 @@ from tokenfleet.engine.execution.containment import (
     is_out_of_memory,
 )
 from tokenfleet.engine.execution.flight import (
-    NOT_SAMPLED,
+    NO_TOKEN,
     Flight,
     Listing,
-    Outcome,
+    Note,
     Part,
+    StepResult,
     Timing,
+    joined,
 )
-from tokenfleet.engine.execution.graphs import DeviceTables, StepGraphs, fits_graph
+from tokenfleet.engine.execution.graphs import DeviceTables, StepGraphs
 from tokenfleet.engine.execution.memory import MemoryProbe, check_free, refusing
-from tokenfleet.engine.execution.param_table import Ids, ParamTable
+from tokenfleet.engine.execution.param_table import ParamTable
+from tokenfleet.engine.execution.chunk_program import ChunkProgram
 from tokenfleet.engine.execution.programs import MOST_RECORDED, DecodePrograms
 from tokenfleet.engine.execution.prompt_logprobs import prompt_logprobs, wanted
 from tokenfleet.engine.execution.sampler import Sampled, Sampler
@@ -83,7 +87,7 @@ class Runner:
         buckets: the steps to capture.
         quantization: of weights that come later, as the decoder's own.
         probe: of the device's memory, asked before waking; None = it is not asked.
-        record: whether decode steps on a CPU become programs, where they can.
+        record: whether steps on a CPU become programs, where they can.
     """
 
     def __init__(
@@ -124,6 +128,7 @@ class Runner:
         self._quantization, self._probe = quantization, probe
         self._record = record and device.type == "cpu"
         self.programs: DecodePrograms | None = None
+        self.chunk_program: ChunkProgram | None = None
         self._make_graphs()
         self._make_programs()
 
@@ -148,11 +153,15 @@ class Runner:
     def _make_programs(self) -> None:
         if not self._record:
             return
+        sequences, max_blocks = len(self.slots.tokens), -(-self._max_len // self.slots.block_size)
         self.programs = DecodePrograms(
             self.decoder,
             self.pools,
-            most=min(len(self.slots.tokens), MOST_RECORDED),
-            max_blocks=-(-self._max_len // self.slots.block_size),
+            most=min(sequences, MOST_RECORDED),
+            max_blocks=max_blocks,
+        )
+        self.chunk_program = ChunkProgram(
+            self.decoder, self.pools, most_sequences=sequences, max_blocks=max_blocks
         )
 
     @torch.inference_mode()
@@ -166,26 +175,27 @@ class Runner:
         started = time.perf_counter()
         error = self._prepare(plan, flight.timing)
         if error is not None:
-            flight.parts.append(Part(plan.work, error))
+            flight.parts.append(Part(plan.work, error=error))
         else:
             contained = Containment(self._attempt, self.device)
             flight.parts += contained.launch(plan.work, flight.timing)
         flight.timing.forward_s = time.perf_counter() - started - flight.timing.sample_s
         return flight
 
-    @torch.inference_mode()
-    def collect(self, flight: Flight) -> list[Outcome]:
-        """Wait for a launched step; outcomes in its plan's order. The oldest flight comes first.
+    def collect(self, flight: Flight) -> StepResult:
+        """Wait for a launched step; rows in its plan's order. The oldest flight comes first.
 
         Raises:
             RuntimeError: the device is lost.
         """
-        outcomes = list(flight.outcomes())
-        got = [(o.chunk, o.token) for o in outcomes if o.token >= 0]
-        slots = np.fromiter((chunk.sequence.slot for chunk, _ in got), np.int64, len(got))
-        ends = np.fromiter((chunk.start + chunk.count for chunk, _ in got), np.int64, len(got))
-        self.slots.append(slots, ends, np.fromiter((t for _, t in got), np.int64, len(got)))
-        return outcomes
+        return joined([self._landed(part) for part in flight.parts])
+
+    def _landed(self, part: Part) -> tuple[Part, Ids, dict[int, Note]]:
+        """What a part made; its tokens are in the slots' table from now on."""
+        tokens, notes = part.read()
+        if part.columns is not None:
+            self.slots.append(part.columns, tokens)
+        return part, tokens, notes
 
     # -- weights and memory ----------------------------------------------------------------
 
@@ -195,7 +205,7 @@ class Runner:
 
     def sleep(self) -> None:
         """Free KV blocks and graphs; on CUDA the weights wait in the host's memory."""
-        self.graphs = self.programs = None
+        self.graphs = self.programs = self.chunk_program = None
         self.pools = []
         if self.device.type == "cuda":
             self.decoder = moved(self.decoder, lambda tensor: tensor.cpu())
@@ -259,72 +269,80 @@ class Runner:
     # -- one forward pass ------------------------------------------------------------------
 
     def _attempt(self, work: list[Chunk], timing: Timing) -> Part:
-        bucket = self.graphs.pick(work) if self.graphs is not None else None
+        columns = columns_of(work)
+        bucket = self.graphs.pick(work, columns) if self.graphs is not None else None
         if self.graphs is None or bucket is None:
-            return self._launched(work, timing)
-        return self._replayed(work, timing, self.graphs, bucket)
+            return self._launched(work, columns, timing)
+        return self._replayed(work, columns, timing, self.graphs, bucket)
 
-    def _launched(self, work: list[Chunk], timing: Timing) -> Part:
+    def _launched(self, work: list[Chunk], columns: Columns, timing: Timing) -> Part:
         """Operation by operation."""
-        inputs = build_inputs(work, self.slots, self.transfers, self.newest)
+        inputs = build_inputs(columns, self.slots, self.transfers, self.newest)
         self._fault("forward", work, None)
         hidden = self._forward(inputs)
         self._fault("hidden", work, hidden)
         forward_done = time.perf_counter()
         rows = inputs.last_rows
         ids = None if self.newest is None else inputs.token_ids[rows]
-        last = _Ends(inputs.slots, inputs.ends, hidden[rows], ids)
-        verdicts, listings = self._sample(work, last)
+        last = _Ends(columns.slots, columns.ends, hidden[rows], ids)
+        verdicts, listings = self._sample(columns, last)
         listings += self._prompt_listings(work, inputs.first_rows, hidden)
-        part = self._part(work, verdicts, listings)
+        part = self._part(work, columns, verdicts, listings)
         timing.sample_s += time.perf_counter() - forward_done
         return part
 
     def _forward(self, inputs: StepInputs) -> Tensor:
-        if self.programs is not None:
-            hidden = self.programs.forward(inputs.token_ids, inputs.attention)
+        for program in (self.programs, self.chunk_program):
+            hidden = program and program.forward(inputs.token_ids, inputs.attention)
             if hidden is not None:
                 return hidden
         return self.decoder.forward(inputs.token_ids, inputs.attention, self.pools)
 
     def _replayed(
-        self, work: list[Chunk], timing: Timing, graphs: StepGraphs, bucket: Bucket
+        self,
+        work: list[Chunk],
+        columns: Columns,
+        timing: Timing,
+        graphs: StepGraphs,
+        bucket: Bucket,
     ) -> Part:
         """From graphs, as far as they go."""
         count = len(work)
-        slots, ends = graphs.fill(bucket, work, self.slots, self.params)
+        graphs.fill(bucket, columns, self.slots, self.params)
         self._fault("forward", work, None)
         graphs.forward(bucket)
         hidden = graphs.hidden[:count]
         self._fault("hidden", work, hidden)
         forward_done = time.perf_counter()
-        sampling = slots[np.fromiter((chunk.samples for chunk in work), bool, count)]
-        if fits_graph(self.params, sampling):
+        sampling = columns.slots[columns.samples]
+        if not self.params.special[sampling].any():
             graphs.sample(bucket, drawn=not self.params.greedy[sampling].all())
             # a copy, because the next replay may come before this one's result has left
-            part = self._part(work, graphs.verdicts[:count].clone(), [])
+            part = self._part(work, columns, graphs.verdicts[:count].clone(), [])
         else:
-            last = _Ends(slots, ends, hidden, graphs.last_ids[:count])
-            part = self._part(work, *self._sample(work, last))
+            last = _Ends(columns.slots, columns.ends, hidden, graphs.last_ids[:count])
+            part = self._part(work, columns, *self._sample(columns, last))
         timing.sample_s += time.perf_counter() - forward_done
         return part
 
-    def _part(self, work: list[Chunk], verdicts: Tensor, listings: list[Listing]) -> Part:
+    def _part(
+        self, work: list[Chunk], columns: Columns, verdicts: Tensor, listings: list[Listing]
+    ) -> Part:
         tensors = [tensor for listing in listings for tensor in listing.report.tensors]
         arriving = self.transfers.fetch([verdicts, *tensors])
-        return Part(work, None, tuple(listings), arriving)
+        return Part(work, columns, listings=tuple(listings), arriving=arriving)
 
-    def _sample(self, work: list[Chunk], last: _Ends) -> tuple[Tensor, list[Listing]]:
+    def _sample(self, columns: Columns, last: _Ends) -> tuple[Tensor, list[Listing]]:
         """Verdicts int64 [S], a token for each chunk that reached its sequence's end, and what is
         to be listed."""
         poisoned = ~torch.isfinite(last.hidden).all(-1)
-        picks = np.flatnonzero(np.fromiter((chunk.samples for chunk in work), bool, len(work)))
-        if picks.size == len(work):
+        count, picks = len(columns.slots), np.flatnonzero(columns.samples)
+        if picks.size == count:
             sampled = self._draw(last)
             verdicts = sampled.tokens
             poisoned |= sampled.poisoned
         else:
-            verdicts = torch.full((len(work),), NOT_SAMPLED, device=self.device)
+            verdicts = torch.full((count,), NO_TOKEN, device=self.device)
             if not picks.size:
                 return verdicts.masked_fill_(poisoned, POISONED), []
             where = self.transfers.send(picks)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from tokenfleet.engine.constraints import allowed_tokens
-from tokenfleet.engine.execution.param_table import Ids, ParamTable, Scattered
+from tokenfleet.engine.execution.columns import Ids
+from tokenfleet.engine.execution.param_table import ParamTable, Scattered
 from tokenfleet.engine.execution.reports import Report, look_up
 from tokenfleet.engine.execution.slots import SlotTable
 from tokenfleet.engine.execution.transfers import Transfers
-from tokenfleet.kernels.rng import row_keys
 from tokenfleet.kernels.sampling import (
     PenaltyRows,
     SamplingRows,
@@ -103,7 +103,7 @@ class Sampler:
             send(p.top_k[slots]),
             send(p.top_p[slots]),
             send(p.min_p[slots]),
-            send(row_keys(p.seed[slots], p.choice[slots], ends - p.num_prompt[slots])),
+            send(p.keys(slots, ends)),
             filtered=bool(p.filtered[slots].any()),
         )
 

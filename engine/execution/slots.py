@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenfleet.engine.execution.columns import Columns, Ids
 from tokenfleet.engine.scheduling.sequence import Sequence
 
 _FIRST_WIDTH = 512
@@ -17,8 +18,9 @@ _FIRST_WIDTH = 512
 class SlotTable:
     """Tokens and block tables of the running sequences.
 
-    tokens int32 [num_slots, width], blocks int32 [num_slots, width / block_size]; both widen by
-    doubling up to max_len, so short contexts on a long-context model cost little.
+    tokens int32 [num_slots, width], of which `known` int64 [num_slots] are written; blocks int32
+    [num_slots, width / block_size]. Both widen by doubling up to max_len, so short contexts on a
+    long-context model cost little.
     """
 
     def __init__(self, num_slots: int, block_size: int, max_len: int) -> None:
@@ -26,6 +28,7 @@ class SlotTable:
         self._max_len = max_len
         width = min(_FIRST_WIDTH, max_len)
         self.tokens: NDArray[np.int32] = np.zeros((num_slots, width), np.int32)
+        self.known = np.zeros(num_slots, np.int64)
         self.blocks: NDArray[np.int32] = np.zeros((num_slots, self._blocks_for(width)), np.int32)
 
     def admit(self, sequence: Sequence) -> None:
@@ -33,6 +36,7 @@ class SlotTable:
         count = len(sequence.tokens)
         self.make_room(count + 1)
         self.tokens[sequence.slot, :count] = sequence.tokens
+        self.known[sequence.slot] = count
         self.update_blocks(sequence, 0)
 
     def update_blocks(self, sequence: Sequence, first: int) -> None:
@@ -41,13 +45,17 @@ class SlotTable:
         self.make_room(len(table) * self.block_size)
         self.blocks[sequence.slot, first : len(table)] = table[first:]
 
-    def append(
-        self, slots: NDArray[np.int64], places: NDArray[np.int64], tokens: NDArray[np.int64]
-    ) -> None:
-        """Write one sampled token per slot at its place in the sequence."""
+    def append(self, step: Columns, tokens: Ids) -> None:
+        """Write the tokens [S] that a step sampled behind those of their sequences; a negative one
+        is none."""
+        slots, places = step.slots, step.ends
+        sampled = tokens >= 0
+        if not sampled.all():
+            slots, places, tokens = slots[sampled], places[sampled], tokens[sampled]
         if places.size:
             self.make_room(int(places.max()) + 1)
             self.tokens[slots, places] = tokens
+            self.known[slots] = places + 1
 
     def make_room(self, tokens: int) -> None:
         """Widen the rows to this many tokens at least."""

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from tokenfleet.engine.execution.buckets import Bucket
+from tokenfleet.engine.execution.columns import Columns, Ids
 from tokenfleet.engine.execution.param_table import ParamTable
 from tokenfleet.engine.execution.slots import SlotTable
-from tokenfleet.engine.scheduling.plan import Chunk
-from tokenfleet.kernels.rng import row_keys
 from tokenfleet.kernels.sampling import SamplingRows
 from tokenfleet.kernels.step import StepTokens
-
-Ids = NDArray[np.int64]
 
 _TOKEN_ROWS, _SEQUENCE_ROWS = 4, 8
 
@@ -55,75 +51,79 @@ class StepWords:
         )
 
 
+class HostWords:
+    """The same words on the host, where a step writes them before they are sent.
+
+    Args:
+        spare: the row of the tables that padding names.
+    """
+
+    def __init__(self, bucket: Bucket, spare: int) -> None:
+        T, S = bucket.tokens, bucket.sequences
+        self._bucket = bucket
+        self._words = np.zeros(num_words(bucket), np.int64)
+        tokens, sequences, self._starts = np.split(
+            self._words, [_TOKEN_ROWS * T, _TOKEN_ROWS * T + _SEQUENCE_ROWS * S]
+        )
+        self._tokens, self._sequences = tokens.reshape(-1, T), sequences.reshape(-1, S)
+        self._keys = self._sequences[5]
+        self._temperature, self._top_p = self._sequences[6].view(np.float32).reshape(2, S)
+        self._min_p = self._sequences[7].view(np.float32)
+        self._tokens[3] = spare
+        self._sequences[0] = spare
+        self._sequences[3:5] = 1  # greedy, top-k of one
+        self._sequences[6].view(np.float32)[:] = 1.0
+        if bucket.decode:  # a padding sequence has a row in a decode step, and none in a mixed one
+            self._starts[:] = np.arange(S + 1)
+        self.padding = self._words.copy()
+        """The words of a step of nothing."""
+
+    def write(self, work: Columns, table: SlotTable, params: ParamTable) -> Ids:
+        """The words of a step, until the next call."""
+        np.copyto(self._words, self.padding)
+        table.make_room(int(work.ends.max()))
+        if self._bucket.decode:
+            self._write_tokens(work.slots, work.starts, table)
+            self._sequences[2, : len(work.slots)] = self._starts[: len(work.slots)]
+        else:
+            self._write_chunks(work, table)
+        self._write_sequences(work, params)
+        return self._words
+
+    def _write_chunks(self, work: Columns, table: SlotTable) -> None:
+        """The tokens of chunks of any length, and where those begin and end."""
+        count = len(work.slots)
+        first = np.zeros(count + 1, np.int64)
+        np.cumsum(work.counts, out=first[1:])
+        total = int(first[-1])
+        positions = np.arange(total) - np.repeat(first[:-1] - work.starts, work.counts)
+        self._write_tokens(np.repeat(work.slots, work.counts), positions, table)
+        self._sequences[2, :count] = first[1:] - 1
+        self._starts[: count + 1] = first
+        self._starts[count + 1 :] = total
+
+    def _write_tokens(self, slots: Ids, positions: Ids, table: SlotTable) -> None:
+        """Tokens that are not known yet are looked up on the device."""
+        rows = self._tokens[:, : len(slots)]
+        rows[0] = table.tokens[slots, positions]
+        rows[1] = positions >= table.known[slots]
+        rows[2] = positions
+        rows[3] = slots
+
+    def _write_sequences(self, work: Columns, p: ParamTable) -> None:
+        slots, count = work.slots, len(work.slots)
+        rows, greedy = self._sequences[:, :count], p.greedy[slots]
+        rows[0] = slots
+        rows[1] = work.ends
+        rows[3] = greedy
+        if greedy.all():  # nobody draws: what follows is not read
+            return
+        rows[4] = p.top_k[slots]
+        self._keys[:count] = p.keys(slots, work.ends).view(np.int64).ravel()
+        self._temperature[:count], self._top_p[:count] = p.temperature[slots], p.top_p[slots]
+        self._min_p[:count] = p.min_p[slots]
+
+
 def num_words(bucket: Bucket) -> int:
     """Length of a bucket's run."""
     return _TOKEN_ROWS * bucket.tokens + (_SEQUENCE_ROWS + 1) * bucket.sequences + 1
-
-
-def step_words(
-    bucket: Bucket, work: list[Chunk], table: SlotTable, params: ParamTable
-) -> tuple[Ids, Ids, Ids]:
-    """(words, slots [S], ends [S]) of a step's chunks, those of one token first."""
-    count, spare = len(work), table.tokens.shape[0]
-    slots = np.fromiter((c.sequence.slot for c in work), np.int64, count)
-    starts = np.fromiter((c.start for c in work), np.int64, count)
-    counts = np.fromiter((c.count for c in work), np.int64, count)
-    known = np.fromiter((len(c.sequence.tokens) for c in work), np.int64, count)
-    ends = starts + counts
-    table.make_room(int(ends.max()))
-    first = np.zeros(count + 1, np.int64)
-    np.cumsum(counts, out=first[1:])
-    total = int(first[-1])
-    owner = np.repeat(np.arange(count), counts)
-    positions = np.arange(total) - (first[:-1] - starts)[owner]
-
-    words, of_token, of_sequence, query_starts = _padding(bucket, spare)
-    of_token[0, :total] = table.tokens[slots[owner], positions]
-    of_token[1, :total] = positions >= known[owner]
-    of_token[2, :total] = positions
-    of_token[3, :total] = slots[owner]
-    _write_sequences(of_sequence, slots, ends, first, params)
-    query_starts[: count + 1] = first
-    if not bucket.decode:
-        query_starts[count + 1 :] = total
-    return words, slots, ends
-
-
-def padding_words(bucket: Bucket, num_slots: int) -> Ids:
-    """The words of a step of nothing."""
-    return _padding(bucket, num_slots)[0]
-
-
-def _padding(bucket: Bucket, spare: int) -> tuple[Ids, Ids, Ids, Ids]:
-    """(words, and their parts: of tokens, of sequences, starts), all of it padding.
-
-    A padding sequence has a row in a decode step, and none in a mixed one.
-    """
-    T, S = bucket.tokens, bucket.sequences
-    words = np.zeros(num_words(bucket), np.int64)
-    of_token, rest = np.split(words, [_TOKEN_ROWS * T])
-    of_sequence, starts = np.split(rest, [_SEQUENCE_ROWS * S])
-    of_token, of_sequence = of_token.reshape(-1, T), of_sequence.reshape(-1, S)
-    of_token[3] = spare
-    of_sequence[0] = spare
-    of_sequence[3:5] = 1  # greedy, top-k of one
-    of_sequence[6].view(np.float32)[:] = 1.0
-    if bucket.decode:
-        starts[:] = np.arange(S + 1)
-    return words, of_token, of_sequence, starts
-
-
-def _write_sequences(rows: Ids, slots: Ids, ends: Ids, first: Ids, p: ParamTable) -> None:
-    count, S = len(slots), rows.shape[1]
-    rows[0, :count] = slots
-    rows[1, :count] = ends
-    rows[2, :count] = first[1:] - 1
-    rows[3, :count] = p.greedy[slots]
-    if p.greedy[slots].all():  # nobody draws: what follows is not read
-        return
-    rows[4, :count] = p.top_k[slots]
-    keys = row_keys(p.seed[slots], p.choice[slots], ends - p.num_prompt[slots])
-    rows[5, :count] = keys.view(np.int64).ravel()
-    temperature, top_p = rows[6].view(np.float32).reshape(2, S)
-    temperature[:count], top_p[:count] = p.temperature[slots], p.top_p[slots]
-    rows[7].view(np.float32)[:count] = p.min_p[slots]

@@ -21,6 +21,19 @@ def scheduler_faults(scheduler: Scheduler) -> list[str]:
     return found + (scheduler.cache.faults() if scheduler.cache is not None else [])
 
 
+def _wrong_owner(scheduler: Scheduler, sequence: Sequence, name: str) -> list[str]:
+    """Blocks that would be written to and are not there, or somebody else's too."""
+    size, table = scheduler.limits.block_size, sequence.block_table
+    if sequence.num_owned <= sequence.num_computed:
+        return []
+    if sequence.num_owned > len(table) * size:
+        return [f"{name} owns {sequence.num_owned} tokens in {len(table)} blocks"]
+    tail = table[sequence.num_computed // size :]
+    return [
+        f"{name} would write to block {b}, a shared one" for b in tail if scheduler.pool.refs(b) > 1
+    ]
+
+
 def _faults_of(scheduler: Scheduler, sequence: Sequence) -> list[str]:
     name = f"sequence {sequence.request_id}/{sequence.choice}"
     found = []
@@ -28,10 +41,14 @@ def _faults_of(scheduler: Scheduler, sequence: Sequence) -> list[str]:
         found.append(f"{name} is {sequence.state.value} and in the running batch")
     if not sequence.num_done <= sequence.num_computed <= sequence.num_known:
         found.append(f"{name}: done, computed, known are out of order")
+    sampled = sequence.num_known - len(sequence.tokens)
+    if not 0 <= sampled <= scheduler.steps_in_flight:
+        found.append(f"{name}: {sampled} tokens are being sampled")
     if len(sequence.block_table) != scheduler.limits.blocks_for(sequence.num_computed):
         found.append(
             f"{name}: {len(sequence.block_table)} blocks for {sequence.num_computed} tokens"
         )
     if 0 in sequence.block_table:
         found.append(f"{name} has the null block in its table")
+    found += _wrong_owner(scheduler, sequence, name)
     return found

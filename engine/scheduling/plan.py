@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from tokenfleet.engine.scheduling.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Chunk:
-    """`count` tokens of one sequence, from position `start`."""
+    """`count` tokens of one sequence, from position `start`; made for each sequence in each step,
+    so it is not frozen, which takes three times as long."""
 
     sequence: Sequence
     start: int
@@ -44,4 +45,4 @@ class StepPlan:
     @property
     def work(self) -> list[Chunk]:
         """All chunks in batch order."""
-        return self.decodes + self.chunks
+        return self.decodes + self.chunks if self.chunks else self.decodes

@@ -32,6 +32,8 @@ from tokenfleet.engine.scheduling.prefixes import Prefix, Prefixes
 from tokenfleet.engine.scheduling.sequence import Sequence, SequenceState
 from tokenfleet.engine.scheduling.waiting import WaitingQueue
 
+_RUNNING = SequenceState.RUNNING
+
 
 class Scheduler:
     """Owns the sequences' states, slots and block tables.
@@ -50,8 +52,8 @@ class Scheduler:
         self.free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self.limbo: set[Sequence] = set()
         """Ended while a step in flight still writes to their blocks."""
-        self.steps_in_flight = 0
-        """Plans with work that were scheduled and not completed."""
+        self._scheduled = self._completed = 0
+        """Plans with work, by the number of the last one."""
         self._blocked: tuple[Sequence, int] | None = None
         self.cache_queries = 0
         self.cache_hits = 0
@@ -97,30 +99,33 @@ class Scheduler:
 
     def complete(self, plan: StepPlan) -> None:
         """The step's result is here: its tokens were appended and its KV is written."""
-        self.steps_in_flight -= 1
+        self._completed += 1
+        size = self.limits.block_size
         for chunk in plan.work:
             sequence = chunk.sequence
-            sequence.steps_in_flight -= 1
-            if chunk.samples:
-                sequence.in_flight -= 1
-            if sequence in self.limbo:
-                self._settle(sequence)
-            elif sequence.state is SequenceState.RUNNING:
-                sequence.num_done = chunk.start + chunk.count
-                self._prefixes.commit(sequence, chunk.start + chunk.count)
-                if sequence.children and sequence.num_done >= sequence.num_prompt:
+            if sequence.state is _RUNNING:
+                done = sequence.num_done = chunk.start + chunk.count
+                if done - sequence.num_committed * size >= size:
+                    self._prefixes.commit(sequence, done)
+                if sequence.children and done >= sequence.num_prompt:
                     self.waiting.release(sequence)
+            elif sequence in self.limbo:
+                self._settle(sequence)
 
     def restart(self) -> None:
         """Let every running sequence wait again, its KV forgotten. Steps in flight are given up:
         they are not completed any more."""
-        self.steps_in_flight = 0
-        for sequence in [*self.running, *self.limbo]:
-            sequence.in_flight = sequence.steps_in_flight = 0
+        self._completed = self._scheduled
         for sequence in list(self.limbo):
             self._settle(sequence)
         for sequence in self.running[:]:
+            sequence.num_known = len(sequence.tokens)
             self._preempt(StepPlan(), sequence)
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Plans with work that were scheduled and not completed."""
+        return self._scheduled - self._completed
 
     @property
     def num_free_slots(self) -> int:
@@ -136,7 +141,8 @@ class Scheduler:
     @property
     def num_needed_blocks(self) -> int:
         """Blocks that the running sequences' tokens would fill, were nothing shared."""
-        return sum(self.limits.blocks_for(sequence.num_known) for sequence in self.running)
+        size = self.limits.block_size
+        return sum([-(-sequence.num_known // size) for sequence in self.running])
 
     # -- one step --------------------------------------------------------------------------
 
@@ -146,20 +152,34 @@ class Scheduler:
         left = self._plan_running(plan, self.limits.max_num_batched_tokens)
         if not (plan.preempted or plan.starved):
             self._admit(plan, left)
-        self.steps_in_flight += bool(plan)
+        self._scheduled += bool(plan)
         return plan
 
     def _plan_running(self, plan: StepPlan, left: int) -> int:
         catching_up = []
+        step, quick = self._scheduled + 1, 0
         for sequence in self.running[:]:
-            if sequence.state is not SequenceState.RUNNING or sequence.must_wait:
+            if plan.preempted and sequence.state is not _RUNNING:
                 continue
-            if sequence.num_missing == 1:
-                left -= self._plan(plan, sequence, min(1, left))
-            elif sequence.num_missing > 1:
+            computed, known = sequence.num_computed, sequence.num_known
+            if known - computed > 1:
                 catching_up.append(sequence)
+            elif (
+                left > 0
+                and computed < sequence.num_owned
+                and known < sequence.max_len
+                and sequence.constraint is None
+            ):  # as _plan does it: nearly all sequences, so it has to be quick
+                plan.decodes.append(Chunk(sequence, computed, 1, True))
+                sequence.num_computed, sequence.num_known = known, known + 1
+                sequence.last_step = step
+                left -= 1
+                quick += 1
+            elif not sequence.must_wait:
+                left -= self._plan(plan, sequence, min(1, left))
+        plan.num_tokens += quick
         for sequence in catching_up:
-            if sequence.state is SequenceState.RUNNING and left:
+            if sequence.state is _RUNNING and left:
                 left -= self._plan(plan, sequence, self._share(sequence, left))
         return left
 
@@ -187,8 +207,8 @@ class Scheduler:
         chunk = Chunk(sequence, sequence.num_computed, tokens, samples)
         (plan.decodes if tokens == 1 else plan.chunks).append(chunk)
         sequence.num_computed += tokens
-        sequence.in_flight += samples
-        sequence.steps_in_flight += 1
+        sequence.num_known += samples
+        sequence.last_step = self._scheduled + 1
         plan.num_tokens += tokens
         return tokens
 
@@ -214,6 +234,8 @@ class Scheduler:
 
         With steps in flight nobody is preempted: the plan is starved, and this one waits.
         """
+        if upto <= sequence.num_owned:
+            return True
         own = self._shared_tail(sequence)
         needed = self.limits.blocks_for(upto) - len(sequence.block_table) + own
         while needed > self.pool.num_free:
@@ -228,6 +250,7 @@ class Scheduler:
             needed = self.limits.blocks_for(upto) - len(sequence.block_table) + own
         if needed:
             self._grow(plan, sequence, needed, copy_tail=bool(own))
+        sequence.num_owned = len(sequence.block_table) * self.limits.block_size
         return True
 
     def _shared_tail(self, sequence: Sequence) -> int:
@@ -273,7 +296,9 @@ class Scheduler:
         sequence.num_committed, sequence.last_node = prefix.committed, prefix.node
         sequence.slot = self.free_slots.pop()
         sequence.move(SequenceState.RUNNING)
-        sequence.parent = None
+        if sequence.parent is not None:
+            sequence.parent.num_owned = 0  # its last block may be shared from now on
+            sequence.parent = None
         if sequence.use_cache:
             self.cache_queries += len(sequence.tokens)
             self.cache_hits += prefix.tokens
@@ -281,8 +306,9 @@ class Scheduler:
 
     def _preempt(self, plan: StepPlan, victim: Sequence) -> None:
         _drop_from(plan, victim)
-        if victim.steps_in_flight:
+        if self.steps_in_flight:
             raise InvariantBroken(f"sequence {victim.request_id} is in flight and was preempted")
+        victim.last_step = self._completed
         self.running.remove(victim)
         self._let_go(victim)
         victim.num_preemptions += 1
@@ -292,20 +318,20 @@ class Scheduler:
         plan.preempted.append(victim)
 
     def _let_go(self, sequence: Sequence) -> None:
-        if sequence.steps_in_flight:
+        if sequence.last_step > self._completed:
             self.limbo.add(sequence)
         else:
             self._return_everything(sequence)
 
     def _settle(self, sequence: Sequence) -> None:
-        if not sequence.steps_in_flight:
+        if sequence.last_step <= self._completed:
             self.limbo.discard(sequence)
             self._return_everything(sequence)
 
     def _return_everything(self, sequence: Sequence) -> None:
         self.pool.give_back(sequence.block_table)
         sequence.block_table = []
-        sequence.num_computed = sequence.num_done = 0
+        sequence.num_computed = sequence.num_done = sequence.num_owned = 0
         sequence.num_committed = sequence.last_node = 0
         self.free_slots.append(sequence.slot)
         sequence.slot = -1
@@ -326,8 +352,7 @@ def _drop_from(plan: StepPlan, victim: Sequence) -> None:
         (plan.decodes if chunk.count == 1 else plan.chunks).remove(chunk)
         plan.num_tokens -= chunk.count
         victim.num_computed -= chunk.count
-        victim.in_flight -= chunk.samples
-        victim.steps_in_flight -= 1
+        victim.num_known -= chunk.samples
     own = set(victim.block_table)
     plan.grown = [entry for entry in plan.grown if entry[0] is not victim]
     plan.copies = [pair for pair in plan.copies if pair[1] not in own]

@@ -6,7 +6,8 @@ a step does (prefill, decode, catching up after a preemption) moves `computed` t
     tokens   [ prompt ............ | output ....... ]
              |<--- num_prompt ---->|
              |<------- num_computed ------->|  KV in the cache, or being written
-             |<------- len(tokens) ------------->| + in_flight: being sampled
+             |<------- len(tokens) ------------->|
+             |<------- num_known ---------------------->|  the last ones being sampled
 """
 
 from __future__ import annotations
@@ -77,11 +78,16 @@ class Sequence:
     """Advanced when a step is scheduled, not when its result arrives."""
     num_done: int = 0
     """Computed by steps whose result has arrived: KV that others may copy."""
-    in_flight: int = 0
-    """Tokens being sampled by steps whose result has not arrived."""
-    steps_in_flight: int = 0
-    """Steps that touch its blocks or its slot and whose result has not arrived."""
+    plain: bool = field(init=False)
+    """Whether it asks for tokens and nothing that has to be looked at for each of them."""
+    num_known: int = field(init=False)
+    """Tokens that exist, those that a step in flight samples included."""
+    last_step: int = 0
+    """Number of the last step that touches its blocks or its slot."""
     block_table: list[int] = field(default_factory=list)
+    num_owned: int = 0
+    """Up to here its blocks are there and, from num_computed on, nobody else's: a step may write.
+    Less than num_computed where that is not known."""
     slot: int = -1
     """Row of the running batch, -1 when it has none."""
     num_committed: int = 0
@@ -92,21 +98,20 @@ class Sequence:
     """HELD until this sequence's prompt is computed."""
     num_preemptions: int = 0
 
-    @property
-    def num_known(self) -> int:
-        """Tokens that exist, the ones being sampled included."""
-        return len(self.tokens) + self.in_flight
+    def __post_init__(self) -> None:
+        self.plain = self.constraint is None and self.params.prompt_logprobs is None
+        self.num_known = len(self.tokens)
 
     @property
     def num_missing(self) -> int:
         """Tokens known and not computed."""
-        return len(self.tokens) + self.in_flight - self.num_computed
+        return self.num_known - self.num_computed
 
     @property
     def must_wait(self) -> bool:
         """Whether its next step depends on a token that is being sampled: the grammar has to see
         it, or the sequence ends with it."""
-        if not self.in_flight:
+        if self.num_known == len(self.tokens):
             return False
         return self.constraint is not None or self.num_known >= self.max_len
 

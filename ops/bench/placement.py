@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenfleet.engine import EngineConfig, EngineCore, EngineRequest, SamplingParams
-from tokenfleet.engine.execution.flight import Flight, Outcome
+from tokenfleet.engine.execution.flight import Flight, StepResult
 from tokenfleet.engine.execution.loading import LoadedModel
 
 WORKERS, SLOTS, BLOCKS, BLOCK, WINDOW, REMEMBERED = 4, 8, 800, 16, 64, 64
@@ -30,16 +30,15 @@ class NoModel:
     eos_token_ids = (1,)
 
     def __init__(self) -> None:
-        self._queue: deque[tuple[Flight, list[Outcome]]] = deque()
+        self._queue: deque[StepResult] = deque()
 
     def launch(self, plan: Any) -> Flight:
         flight = Flight([])
-        outcomes = [Outcome(chunk, 5 if chunk.samples else -1) for chunk in plan.work]
-        self._queue.append((flight, outcomes))
+        self._queue.append(StepResult([5 if chunk.samples else -1 for chunk in plan.work]))
         return flight
 
-    def collect(self, _: Flight) -> list[Outcome]:
-        return self._queue.popleft()[1]
+    def collect(self, _: Flight) -> StepResult:
+        return self._queue.popleft()
 
 
 @dataclass

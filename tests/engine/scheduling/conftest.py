@@ -19,7 +19,7 @@ from tokenfleet.engine import (
     EngineRequest,
     InvalidRequest,
 )
-from tokenfleet.engine.execution.flight import Flight, Outcome
+from tokenfleet.engine.execution.flight import Flight, Note, StepResult
 from tokenfleet.engine.execution.loading import LoadedModel
 
 VOCAB, EOS = 13, 12
@@ -51,7 +51,7 @@ class Launched:
     flight: Flight
     copies: list
     orders: list
-    outcomes: list | None = None
+    result: StepResult | None = None
 
     def touches(self, block):
         return any(block in order.table for order in self.orders)
@@ -84,16 +84,18 @@ class HashModel:
     def collect(self, flight):
         assert self.queue[0].flight is flight, "flights are collected in their order"
         self.compute(1)
-        return self.queue.popleft().outcomes
+        return self.queue.popleft().result
 
     def compute(self, steps):
         """Let the device get on with the oldest steps of its queue."""
         for step in list(self.queue)[:steps]:
-            if step.outcomes is None:
+            if step.result is None:
                 copied = [(to, list(self.cells[source])) for source, to in step.copies]
                 for to, content in copied:
                     self.cells[to] = content
-                step.outcomes = [self._compute(order) for order in step.orders]
+                computed = [self._compute(order) for order in step.orders]
+                notes = {row: Note(error="poisoned") for row, t in enumerate(computed) if t is None}
+                step.result = StepResult([-1 if t is None else t for t in computed], notes)
 
     def _check_reuse(self, plan):
         """What a step that is not settled touches is given to nobody else."""
@@ -125,10 +127,10 @@ class HashModel:
             block[position % self.size] = cell
         self.newest[order.slot] = 0
         if sequence.request_id in self.poisoned:
-            return Outcome(chunk, error="poisoned")
+            return None
         token = draw(cell, sequence.seed, sequence.choice) if chunk.samples else -1
         self.newest[order.slot] = token
-        return Outcome(chunk, token)
+        return token
 
 
 class Counted:
