@@ -62,7 +62,12 @@ class Containment:
         return first + self.launch([tail], timing, 1)
 
 
-_NO_MEMORY = ("can't allocate memory", "Triton Error [CUDA]: out of memory")
+_NO_MEMORY = (
+    "can't allocate memory",
+    "CUDA error: out of memory",  # outside of torch's allocator: graphs, modules, pinned memory
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Triton Error [CUDA]: out of memory",
+)
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -31,6 +31,7 @@ from tokenfleet.engine.scheduling.plan import Chunk, StepPlan
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool
 from tokenfleet.kernels.sampling import sample_unread
 from tokenfleet.kernels.step import look_up, settle
+from tokenfleet.kernels.token_pool import scatter_tokens
 
 
 class DeviceTables:
@@ -132,6 +133,13 @@ class StepGraphs:
         """From `hidden` to `verdicts`; the tokens become the newest ones of their slots."""
         replays = self._replays[bucket]
         (replays.drawn if drawn else replays.best)()
+
+    def unsample(self, bucket: Bucket) -> None:
+        """Make the tokens that `sample` replaced the newest ones again: the step did not get out,
+        and will be tried again."""
+        words = self._replays[bucket].words
+        slots = words.slots.masked_fill(words.ends == 0, -1)
+        scatter_tokens(self.last_ids[: bucket.sequences], self._newest, slots)
 
     # -- what is captured ------------------------------------------------------------------
 

@@ -39,7 +39,6 @@ from tokenfleet.engine.execution.flight import (
 from tokenfleet.engine.execution.graphs import DeviceTables, StepGraphs
 from tokenfleet.engine.execution.memory import MemoryProbe, check_free, refusing
 from tokenfleet.engine.execution.param_table import ParamTable
-from tokenfleet.engine.execution.chunk_program import ChunkProgram
 from tokenfleet.engine.execution.programs import MOST_RECORDED, DecodePrograms
 from tokenfleet.engine.execution.prompt_logprobs import prompt_logprobs, wanted
 from tokenfleet.engine.execution.sampler import Sampled, Sampler
@@ -76,6 +75,19 @@ class _Ends:
         return _Ends(self.slots[picks], self.ends[picks], self.hidden[where], ids)
 
 
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """What sampling made of a step."""
+
+    verdicts: Tensor
+    """int64 [S]: a token, NO_TOKEN or POISONED."""
+    listings: list[Listing]
+    slots: Ids
+    """Of the sequences that got a token."""
+    tokens: Tensor | None
+    """int64 [len(slots)]; None where nobody got one."""
+
+
 class Runner:
     """Owns model, KV pools and the running batch's rows.
 
@@ -87,7 +99,7 @@ class Runner:
         buckets: the steps to capture.
         quantization: of weights that come later, as the decoder's own.
         probe: of the device's memory, asked before waking; None = it is not asked.
-        record: whether steps on a CPU become programs, where they can.
+        record: whether decode steps on a CPU become programs, where they can.
     """
 
     def __init__(
@@ -128,7 +140,6 @@ class Runner:
         self._quantization, self._probe = quantization, probe
         self._record = record and device.type == "cpu"
         self.programs: DecodePrograms | None = None
-        self.chunk_program: ChunkProgram | None = None
         self._make_graphs()
         self._make_programs()
 
@@ -153,15 +164,11 @@ class Runner:
     def _make_programs(self) -> None:
         if not self._record:
             return
-        sequences, max_blocks = len(self.slots.tokens), -(-self._max_len // self.slots.block_size)
         self.programs = DecodePrograms(
             self.decoder,
             self.pools,
-            most=min(sequences, MOST_RECORDED),
-            max_blocks=max_blocks,
-        )
-        self.chunk_program = ChunkProgram(
-            self.decoder, self.pools, most_sequences=sequences, max_blocks=max_blocks
+            most=min(len(self.slots.tokens), MOST_RECORDED),
+            max_blocks=-(-self._max_len // self.slots.block_size),
         )
 
     @torch.inference_mode()
@@ -205,8 +212,9 @@ class Runner:
 
     def sleep(self) -> None:
         """Free KV blocks and graphs; on CUDA the weights wait in the host's memory."""
-        self.graphs = self.programs = self.chunk_program = None
+        self.graphs = self.programs = None
         self.pools = []
+        self.sampler.forget()
         if self.device.type == "cuda":
             self.decoder = moved(self.decoder, lambda tensor: tensor.cpu())
             free_cached_memory(self.device)
@@ -215,19 +223,24 @@ class Runner:
         """Undo `sleep`. Graphs are captured anew: the addresses are others.
 
         Raises:
-            ConfigError: the memory is not there; it may be tried again.
+            ConfigError: the memory is not there. What was taken went back, and it may be tried
+                again.
         """
         size = self.slots.block_size
         if self._probe is not None:
             needed = (self._num_blocks + 1) * self.decoder.kv_bytes_per_block(size)
             needed += num_bytes(self.decoder)
             check_free(self._probe, needed)
-        with refusing("weights and KV blocks were made again"):
-            if self.decoder.device != self.device:
-                self.decoder = moved(self.decoder, lambda tensor: tensor.to(self.device))
-            self.pools = self.decoder.make_pools(self._num_blocks + 1, size)
-            self._make_graphs()
-            self._make_programs()
+        try:
+            with refusing("weights and KV blocks were made again"):
+                if self.decoder.device.type != self.device.type:
+                    self.decoder = moved(self.decoder, lambda tensor: tensor.to(self.device))
+                self.pools = self.decoder.make_pools(self._num_blocks + 1, size)
+                self._make_graphs()
+                self._make_programs()
+        except BaseException:
+            self.sleep()
+            raise
 
     # -- inside ----------------------------------------------------------------------------
 
@@ -285,15 +298,15 @@ class Runner:
         rows = inputs.last_rows
         ids = None if self.newest is None else inputs.token_ids[rows]
         last = _Ends(columns.slots, columns.ends, hidden[rows], ids)
-        verdicts, listings = self._sample(columns, last)
-        listings += self._prompt_listings(work, inputs.first_rows, hidden)
-        part = self._part(work, columns, verdicts, listings)
+        drawn = self._sample(columns, last)
+        drawn.listings.extend(self._prompt_listings(work, inputs.first_rows, hidden))
+        part = self._remembered(work, columns, drawn)
         timing.sample_s += time.perf_counter() - forward_done
         return part
 
     def _forward(self, inputs: StepInputs) -> Tensor:
-        for program in (self.programs, self.chunk_program):
-            hidden = program and program.forward(inputs.token_ids, inputs.attention)
+        if self.programs is not None:
+            hidden = self.programs.forward(inputs.token_ids, inputs.attention)
             if hidden is not None:
                 return hidden
         return self.decoder.forward(inputs.token_ids, inputs.attention, self.pools)
@@ -317,11 +330,15 @@ class Runner:
         sampling = columns.slots[columns.samples]
         if not self.params.special[sampling].any():
             graphs.sample(bucket, drawn=not self.params.greedy[sampling].all())
-            # a copy, because the next replay may come before this one's result has left
-            part = self._part(work, columns, graphs.verdicts[:count].clone(), [])
+            try:
+                # a copy, because the next replay may come before this one's result has left
+                part = self._part(work, columns, graphs.verdicts[:count].clone(), [])
+            except Exception:  # whatever it was, the step may be tried again
+                graphs.unsample(bucket)
+                raise
         else:
             last = _Ends(columns.slots, columns.ends, hidden, graphs.last_ids[:count])
-            part = self._part(work, columns, *self._sample(columns, last))
+            part = self._remembered(work, columns, self._sample(columns, last))
         timing.sample_s += time.perf_counter() - forward_done
         return part
 
@@ -332,9 +349,18 @@ class Runner:
         arriving = self.transfers.fetch([verdicts, *tensors])
         return Part(work, columns, listings=tuple(listings), arriving=arriving)
 
-    def _sample(self, columns: Columns, last: _Ends) -> tuple[Tensor, list[Listing]]:
-        """Verdicts int64 [S], a token for each chunk that reached its sequence's end, and what is
-        to be listed."""
+    def _remembered(self, work: list[Chunk], columns: Columns, drawn: _Drawn) -> Part:
+        """The part; its tokens are the newest ones of their slots from now on.
+
+        That comes last: what fails before it is tried again, and reads the tokens that it read.
+        """
+        part = self._part(work, columns, drawn.verdicts, drawn.listings)
+        if self.newest is not None and drawn.tokens is not None:
+            scatter_tokens(drawn.tokens, self.newest, self.transfers.send(drawn.slots))
+        return part
+
+    def _sample(self, columns: Columns, last: _Ends) -> _Drawn:
+        """A token for each chunk that reached its sequence's end."""
         poisoned = ~torch.isfinite(last.hidden).all(-1)
         count, picks = len(columns.slots), np.flatnonzero(columns.samples)
         if picks.size == count:
@@ -344,21 +370,19 @@ class Runner:
         else:
             verdicts = torch.full((count,), NO_TOKEN, device=self.device)
             if not picks.size:
-                return verdicts.masked_fill_(poisoned, POISONED), []
+                return _Drawn(verdicts.masked_fill_(poisoned, POISONED), [], picks, None)
             where = self.transfers.send(picks)
             sampled = self._draw(last.some(picks, where))
             verdicts[where] = sampled.tokens
             poisoned[where] |= sampled.poisoned
         listings = [Listing(report, picks[rows]) for rows, report in sampled.reports]
-        return verdicts.masked_fill_(poisoned, POISONED), listings
+        verdicts = verdicts.masked_fill(poisoned, POISONED)
+        return _Drawn(verdicts, listings, columns.slots[picks], sampled.tokens)
 
     def _draw(self, last: _Ends) -> Sampled:
-        """A token for each row; the newest one of its slot from now on."""
+        """A token for each row."""
         logits = self.decoder.logits(last.hidden)
-        sampled = self.sampler(logits, last.slots, last.ends, last.token_ids)
-        if self.newest is not None:
-            scatter_tokens(sampled.tokens, self.newest, self.transfers.send(last.slots))
-        return sampled
+        return self.sampler(logits, last.slots, last.ends, last.token_ids)
 
     def _prompt_listings(
         self, work: list[Chunk], first_rows: NDArray[np.int32], hidden: Tensor

@@ -78,6 +78,10 @@ class Sampler:
         tokens = self._choose(logits, slots, ends)
         return Sampled(tokens, poisoned, self._reports(logits, tokens, slots, ends, raw_rows, raw))
 
+    def forget(self) -> None:
+        """Free what is kept between calls."""
+        self._spare = None
+
     def _plain(self, slots: Ids) -> bool:
         """Whether all rows take the best token of what the model said."""
         p = self._params

@@ -71,6 +71,8 @@ def test_graphs_share_a_pool_as_long_as_one_of_them_lives(pools):
         (RuntimeError("Triton Error [CUDA]: device-side assert triggered"), True, False),
         (RuntimeError("Triton Error [CUDA]: out of memory"), False, True),
         (torch.OutOfMemoryError("CUDA out of memory"), False, True),
+        (torch.AcceleratorError("CUDA error: out of memory"), False, True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling x"), False, True),
         (ValueError("a shape"), False, False),
     ],
     ids=str,

@@ -166,6 +166,27 @@ def test_an_out_of_memory_in_a_replayed_step_is_contained(path, make_core, play,
     assert left == [0]
 
 
+@pytest.mark.parametrize("graphed", [False, True])
+def test_a_step_that_fails_after_sampling_is_tried_again_from_the_same_tokens(
+    graphed, path, make_core, play, recorded
+):
+    params = [GREEDY, DRAWN, PENALISED] * 3
+    expected = play(make_core(path), PROMPTS, params)
+    core = make_core(path, recorded if graphed else None, overlap=True)
+    fetch, calls = core.runner.transfers.fetch, []
+
+    def fails_now_and_then(tensors):
+        calls.append(len(tensors))
+        if len(calls) in (3, 6, 7):  # the last two: a step that fails again when it is tried again
+            raise torch.OutOfMemoryError("injected")
+        return fetch(tensors)
+
+    core.runner.transfers.fetch = fails_now_and_then
+    assert play(core, PROMPTS, params) == expected
+    assert len(calls) > 8
+    assert core.stats.oom_retries_total == 3
+
+
 def test_a_poisoned_row_of_a_replayed_step_ends_its_job_alone(path, make_core, play, recorded):
     expected = play(make_core(path), PROMPTS[:3], [GREEDY] * 3)
     core = make_core(path, recorded)

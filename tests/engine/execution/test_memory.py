@@ -199,6 +199,38 @@ def test_waking_waits_until_a_neighbour_has_given_memory_back(tiny_random, make_
     core.audit()
 
 
+def test_a_wake_that_fails_gives_back_what_it_took_and_may_be_tried_again(
+    tiny_random, make_core, play, recorded
+):
+    core = make_core(tiny_random("llama", num_hidden_layers=1), recorded)
+    expected = play(core, PROMPTS, [GREEDY] * 4)
+    core.sleep()
+    capture, captured = core.runner._capture, []
+
+    def runs_out(work):
+        captured.append(capture(work))
+        if len(captured) == 5:
+            raise torch.OutOfMemoryError("injected")
+        return captured[-1]
+
+    core.runner._capture = runs_out
+    with pytest.raises(ConfigError, match="injected"):
+        core.wake()
+    assert (core.runner.pools, core.runner.graphs) == ([], None)
+    core.wake()
+    assert play(core, PROMPTS, [GREEDY] * 4) == expected
+
+
+def test_nothing_of_the_logits_is_kept_asleep(tiny_random, make_core, play):
+    core = make_core(tiny_random("llama", num_hidden_layers=1))
+    listed = SamplingParams(max_tokens=3, temperature=0.0, logprobs=1)
+    play(core, PROMPTS[:1], [listed])
+    kept = weakref.ref(core.runner.sampler._spare)
+    core.sleep()
+    gc.collect()
+    assert kept() is None
+
+
 def test_weights_that_are_moved_keep_what_they_share(tiny_random, make_core, monkeypatch):
     monkeypatch.setattr(linear, "_onednn_takes", lambda _weight: False)  # as on a GPU
     core = make_core(tiny_random("llama", tie_word_embeddings=True))
