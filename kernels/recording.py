@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as tree
@@ -19,6 +20,22 @@ from tokenfleet.kernels.workspace import Workspace
 
 Arguments = bytes
 _PACK = struct.Struct("@Pq").pack  # the argument struct of program.cpp
+
+_ROWS_AT = {
+    "tf_rms_norm": 3,
+    "tf_add_rms_norm": 5,
+    "tf_add_rms_norm_int8": 6,
+    "tf_silu_mul": 2,
+    "tf_gelu_tanh_mul": 2,
+    "tf_linear_bf16": 9,
+    "tf_linear_int8": 9,
+    "tf_gated_bf16": 9,
+    "tf_gated_int8": 9,
+    "tf_rope_kv": 24,
+}
+"""Which of the fields of a kernel, of 8 bytes each, is the number of rows or a multiple of it."""
+_SEQUENCES_AT = {"tf_rope_kv": 14, "tf_paged_attention": 14}
+"""Which field is the number of sequences."""
 
 
 class NotRecordable(RuntimeError):
@@ -33,26 +50,73 @@ class Program:
     ) -> None:
         self.result = result
         self._library = library
-        self._calls, self._kept = calls, kept  # their addresses are in the table
+        self.calls, self._kept = calls, kept  # their addresses are in the table
         self._table = (ctypes.c_void_p * (2 * len(calls)))()
         for i, (function, arguments) in enumerate(calls):
             self._table[2 * i] = ctypes.cast(function, ctypes.c_void_p).value
-            self._table[2 * i + 1] = ctypes.cast(ctypes.c_char_p(arguments), ctypes.c_void_p).value
+            self.point(i, ctypes.cast(ctypes.c_char_p(arguments), ctypes.c_void_p).value or 0)
         self._packed = _PACK(ctypes.addressof(self._table), len(calls))
 
     def __len__(self) -> int:
         """How many kernels it runs."""
-        return len(self._calls)
+        return len(self.calls)
 
     @property
     def current(self) -> bool:
         """Whether the process still runs the kernels that were recorded."""
         return backend.library is self._library
 
+    def point(self, call: int, arguments: int) -> None:
+        """Let a call take its arguments from this address."""
+        self._table[2 * call + 1] = arguments
+
     def run(self) -> Tensor:
         """Do the work again. Other Python threads go on meanwhile."""
         self._library.tf_run(self._packed)
         return self.result
+
+
+class RowsProgram:
+    """Recorded work over the first rows and sequences of its tensors, as many as a run says.
+
+    `result` is what the work returned; of it a run writes as many rows.
+    """
+
+    def __init__(self, program: Program, most_rows: int) -> None:
+        self.most_rows = most_rows
+        self._program, self._whole = program, program.result
+        self._arguments = np.frombuffer(b"".join(a for _, a in program.calls), np.int64).copy()
+        rows: list[tuple[int, int]] = []
+        sequences, at = [], 0
+        for i, (function, arguments) in enumerate(program.calls):
+            name = function.__name__
+            if name not in _ROWS_AT and name not in _SEQUENCES_AT:
+                raise NotRecordable(f"where {name} has its number of rows is not known")
+            if name in _ROWS_AT:
+                field = at + _ROWS_AT[name]
+                rows.append((field, int(self._arguments[field]) // most_rows))
+            if name in _SEQUENCES_AT:
+                sequences.append(at + _SEQUENCES_AT[name])
+            program.point(i, self._arguments.ctypes.data + 8 * at)
+            at += len(arguments) // 8
+        self._rows_at, self._a_row = np.array(rows, np.int64).reshape(-1, 2).T.copy()
+        self._sequences_at = np.array(sequences, np.int64)
+
+    def __len__(self) -> int:
+        """How many kernels it runs."""
+        return len(self._program)
+
+    @property
+    def current(self) -> bool:
+        """Whether the process still runs the kernels that were recorded."""
+        return self._program.current
+
+    def run(self, rows: int, sequences: int) -> Tensor:
+        """Do the work for `rows` rows, at most `most_rows`, of `sequences` sequences."""
+        self._arguments[self._rows_at] = self._a_row * rows
+        self._arguments[self._sequences_at] = sequences
+        self._program.run()
+        return self._whole[:rows]
 
 
 def record(work: Callable[[], Tensor], workspace: Workspace) -> Program:
@@ -65,12 +129,29 @@ def record(work: Callable[[], Tensor], workspace: Workspace) -> Program:
     Raises:
         NotRecordable: it reads a value, or computes with torch.
     """
+    return _recorded(work, workspace, at_once=True)
+
+
+def record_rows(work: Callable[[], Tensor], workspace: Workspace, most_rows: int) -> RowsProgram:
+    """What repeats the work over any number of its rows; nothing is computed yet.
+
+    Args:
+        work: as of `record`, over `most_rows` rows of which none depends on another but through
+            the step's sequences; its result has as many.
+
+    Raises:
+        NotRecordable: as `record`, or a kernel is among the calls that has no number of rows.
+    """
+    return RowsProgram(_recorded(work, workspace, at_once=False), most_rows)
+
+
+def _recorded(work: Callable[[], Tensor], workspace: Workspace, *, at_once: bool) -> Program:
     if backend.name is None:
         backend.select()
     library = backend.library
     if library is None:
         raise NotRecordable("the C++ kernels do not run here")
-    recorder, allocations = _Recorder(library), _OnlyViews()
+    recorder, allocations = _Recorder(library, at_once=at_once), _OnlyViews()
     with recorded_by(recorder), allocations:
         result = work()
     kept = [*allocations.made, *workspace.memory]
@@ -78,17 +159,18 @@ def record(work: Callable[[], Tensor], workspace: Workspace) -> Program:
 
 
 class _Recorder:
-    """Stands for the library: calls it and keeps the calls."""
+    """Stands for the library: keeps the calls, and makes them where that is to be done at once."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+    def __init__(self, library: ctypes.CDLL, *, at_once: bool) -> None:
+        self._library, self._at_once = library, at_once
         self.calls: list[tuple[Any, Arguments]] = []
 
     def __getattr__(self, name: str) -> Callable[[Arguments], None]:
         function = getattr(self._library, name)
 
         def call(arguments: Arguments) -> None:
-            function(arguments)
+            if self._at_once:
+                function(arguments)
             self.calls.append((function, arguments))
 
         return call

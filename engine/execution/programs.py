@@ -1,4 +1,5 @@
-"""Decode steps on a CPU as recorded programs, one for each number of sequences.
+"""Steps on a CPU as recorded programs: decodes have one for each number of sequences, steps with
+chunks of prompts share one (chunk_program.py).
 
 A program reads and writes fixed memory: a step's inputs are copied to where it looks for them. The
 operations are those of Decoder.forward, on the same values, so the results are the same bits.
@@ -12,6 +13,7 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
+from tokenfleet.engine.execution.chunk_program import ChunkProgram
 from tokenfleet.engine.model.decoder import Decoder
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool
 from tokenfleet.kernels.recording import NotRecordable, Program, record
@@ -26,6 +28,8 @@ logger = logging.getLogger("tokenfleet.engine")
 class DecodePrograms:
     """Records a step of each number of sequences when one first comes.
 
+    `chunks` takes the steps in which a sequence has more than one token.
+
     Args:
         most: sequences of the largest step; a larger one is not recorded.
         max_blocks: of one sequence.
@@ -39,6 +43,7 @@ class DecodePrograms:
         most: int,
         max_blocks: int,
     ) -> None:
+        self.chunks = ChunkProgram(decoder, pools, most_sequences=most, max_blocks=max_blocks)
         self._decoder, self._pools = decoder, pools
         self._workspace = Workspace()  # one program runs at a time
         self._embedded = torch.zeros((most, decoder.spec.hidden_size), dtype=decoder.dtype)
@@ -58,7 +63,9 @@ class DecodePrograms:
         """What Decoder.forward gives for this step, until the next one of as many sequences; None
         when no program can do it."""
         rows = token_ids.shape[0]
-        if batch.max_query_len > 1 or rows > len(self._kv_lens) or self._refused:
+        if batch.max_query_len > 1:
+            return self.chunks.forward(token_ids, batch)
+        if rows > len(self._kv_lens) or self._refused:
             return None
         self._fill(token_ids, batch)
         program = self._programs.get(rows)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tokenfleet.kernels import backend
+from tokenfleet.kernels.logsumexp import logsumexp
 from tokenfleet.kernels.norm import add_rms_norm, rms_norm
-from tokenfleet.kernels.recording import NotRecordable, record
+from tokenfleet.kernels.recording import NotRecordable, record, record_rows
 from tokenfleet.kernels.workspace import Workspace, new_result
 
 WIDTH = 64
@@ -137,3 +138,28 @@ def test_results_start_at_a_cache_line():
         places = [new_result((1, 3), torch.bfloat16).data_ptr() for _ in range(4)]
     assert len({place % 64 for place in places}) == 1
     assert len(set(places)) == 4
+
+
+def test_a_program_of_rows_does_as_many_as_are_asked_for_and_touches_no_other(cpp):
+    x, workspace = torch.full((9, WIDTH), torch.nan), Workspace()
+    program = record_rows(lambda: layers(x, 5, workspace), workspace, 9)
+    assert len(program) == 1 + 2 * 5 + 1
+    for rows in (4, 9, 1, 7):
+        x[:rows] = torch.randn((rows, WIDTH), generator=torch.Generator().manual_seed(rows))
+        untouched = program.run(9, 1)[rows:].clone().fill_(7.0)
+        whole = program.run(9, 1)
+        whole[rows:] = untouched
+        assert torch.equal(program.run(rows, 1), layers(x[:rows], 5))
+        assert torch.equal(whole[rows:], untouched)
+
+
+def test_rows_of_heads_are_counted_with_their_rows(cpp):
+    x, norm, workspace = torch.randn(6, 4, 16), torch.ones(16), Workspace()
+    program = record_rows(lambda: rms_norm(x, norm, 1e-5), workspace, 6)
+    assert torch.equal(program.run(5, 1), rms_norm(x[:5], norm, 1e-5))
+
+
+def test_a_kernel_without_a_number_of_rows_is_refused(cpp):
+    logits = torch.randn(3, 50)
+    with pytest.raises(NotRecordable, match="tf_logsumexp"):
+        record_rows(lambda: logsumexp(logits), Workspace(), 3)

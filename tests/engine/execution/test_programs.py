@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tokenfleet.engine import Engine, EngineConfig, SamplingParams
+from tokenfleet.engine.execution import chunk_program
 from tokenfleet.kernels import backend
 
 PROMPTS = [list(range(3, 3 + count)) for count in (1, 30, 7, 18, 2, 55, 9)]
@@ -45,6 +46,7 @@ def test_programs_change_no_bit_of_any_family(family, quantization, tiny_random)
     recorded = engine(path, quantization=quantization)
     assert seen(recorded) == seen(engine(path, quantization=quantization, enforce_eager=True))
     assert (len(programs(recorded)) > 0) == (family in RECORDED)
+    assert programs(recorded).chunks.recorded == (family in RECORDED)
 
 
 def test_over_an_int8_cache_programs_and_shared_blocks_change_no_bit(tiny_random):
@@ -64,6 +66,7 @@ def test_over_an_int8_cache_programs_and_shared_blocks_change_no_bit(tiny_random
     recorded, made = run()
     assert recorded == eager
     assert len(made) > 0
+    assert made.chunks.recorded
 
 
 def test_decode_steps_of_a_llama_are_recorded_once_for_each_size(tiny_random):
@@ -73,6 +76,17 @@ def test_decode_steps_of_a_llama_are_recorded_once_for_each_size(tiny_random):
     assert 1 <= sizes <= 6
     seen(running)
     assert len(programs(running)) == sizes
+
+
+def test_steps_with_more_rows_than_a_program_takes_are_computed_all_the_same(
+    tiny_random, monkeypatch
+):
+    path = tiny_random("llama", **WIDTHS)
+    expected = seen(engine(path, enforce_eager=True))
+    monkeypatch.setattr(chunk_program, "MOST_ROWS", 16)
+    running = engine(path)
+    assert seen(running) == expected
+    assert programs(running).chunks.recorded
 
 
 def test_eager_means_that_nothing_is_recorded(tiny_random):
