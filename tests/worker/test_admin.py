@@ -12,7 +12,7 @@ import pytest
 from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.embedded import EmbeddedServer
 from tokenfleet.producer.errors import InvalidJob, JobExpired
-from tokenfleet.producer.keys import GROUP
+from tokenfleet.producer.keys import GROUP, partition_for_key, partition_of
 from tokenfleet.producer.protocol import SamplingParams
 from tokenfleet.producer.rights import producer_rules
 from tokenfleet.worker.commands.admin import Admin, QueueDepth
@@ -99,6 +99,14 @@ async def test_a_replay_is_a_new_job_and_a_repeated_one_is_the_same(lab: Any) ->
         await admin.replay(job_id)
     await lab.raw.zadd(lab.keys.dead, {job_id: 1})  # as if the first replay had died half-way
     assert await admin.replay(job_id) == new_id
+
+
+async def test_a_replay_lies_in_the_partitions_that_the_fleet_has(valkey_lab: Any) -> None:
+    lab, job_id = valkey_lab, await a_dead_job(valkey_lab)
+    connection = Connection(lab.server.url, namespace=lab.namespace, partitions=7)
+    new_id = await Admin(connection).replay(job_id)
+    assert partition_of(new_id) == partition_for_key("default", f"replay:{job_id}", 7)
+    await connection.aclose()
 
 
 async def test_a_payload_that_nobody_can_read_is_listed_and_not_replayed(lab: Any) -> None:

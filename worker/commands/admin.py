@@ -88,6 +88,7 @@ class Admin(FleetReader):
             self._connection.client,
             namespace=self._connection.namespace,
             tenant=request.tenant,
+            partitions=self._connection.partitions,
         ) as client:
             job = await client.submit(**asked)
         await self._execute("ZREM", self._keys(partition_of(job_id)).dead, job_id)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 if TYPE_CHECKING:
+    from tokenfleet.producer.client import AsyncClient
     from tokenfleet.producer.connection import Connection
 
 OK, SOME_FAILED, BAD_INPUT, UNREACHABLE, TIMED_OUT = range(5)
@@ -65,6 +66,8 @@ DEFAULT_URL = "redis://localhost:6379/0"
 DEFAULT_NAMESPACE = "tokenfleet"
 CONNECT_TIMEOUT_S = 3.0
 """How long a command tries to reach Redis."""
+PARTITIONS = "TOKENFLEET_PARTITIONS"
+"""Workers and gateways read it too: a job belongs where workers look."""
 
 
 def run(work: Coroutine[Any, Any, int], output: Output) -> NoReturn:
@@ -101,6 +104,34 @@ def _close_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _partitions() -> int | None:
+    said = os.environ.get(PARTITIONS, "").strip()
+    if said and not (said.isascii() and said.isdecimal() and int(said)):
+        raise typer.BadParameter(f"must be a number from 1, got {said!r}", param_hint=PARTITIONS)
+    return int(said) if said else None
+
+
+def new_client(redis_url: str, namespace: str, tenant: str = "default") -> AsyncClient:
+    """A client of the fleet, not connected yet."""
+    from tokenfleet.producer.client import AsyncClient
+
+    return AsyncClient(
+        redis_url,
+        namespace=namespace,
+        tenant=tenant,
+        connect_timeout_s=CONNECT_TIMEOUT_S,
+        partitions=_partitions(),
+    )
+
+
+async def with_client(
+    work: Callable[[AsyncClient], Awaitable[int]], redis_url: str, namespace: str
+) -> int:
+    """The work's exit code, with a client that is closed afterwards."""
+    async with new_client(redis_url, namespace) as client:
+        return await work(client)
+
+
 async def with_connection(
     work: Callable[[Connection], Awaitable[int]],
     redis_url: str,
@@ -115,7 +146,12 @@ async def with_connection(
     """
     from tokenfleet.producer.connection import Connection
 
-    connection = Connection(redis_url, namespace=namespace, connect_timeout_s=CONNECT_TIMEOUT_S)
+    connection = Connection(
+        redis_url,
+        namespace=namespace,
+        connect_timeout_s=CONNECT_TIMEOUT_S,
+        partitions=_partitions(),
+    )
     try:
         if ready:
             await connection.ready()

@@ -154,7 +154,7 @@ def batch_submit(
         batch_base.print_glance(batch, output)
         return base.OK
 
-    base.run(batch_base.with_client(work, redis_url, namespace), output)
+    base.run(base.with_client(work, redis_url, namespace), output)
 
 
 def batch_validate(

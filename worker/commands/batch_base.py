@@ -7,7 +7,7 @@ time was up.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
@@ -82,18 +82,7 @@ def run_to_end(batch: Batch, output: Output, redis_url: str, namespace: str, way
     async def work(client: AsyncClient) -> int:
         return await run_batch(batch, client, output, way)
 
-    base.run(with_client(work, redis_url, namespace), output)
-
-
-async def with_client(
-    work: Callable[[AsyncClient], Awaitable[int]], redis_url: str, namespace: str
-) -> int:
-    from tokenfleet.producer.client import AsyncClient
-
-    async with AsyncClient(
-        redis_url, namespace=namespace, connect_timeout_s=base.CONNECT_TIMEOUT_S
-    ) as client:
-        return await work(client)
+    base.run(base.with_client(work, redis_url, namespace), output)
 
 
 def opened(path: Path, output: Output) -> Batch:

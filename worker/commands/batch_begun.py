@@ -47,7 +47,7 @@ def batch_watch(
         way = Way(in_flight, patience_s, timeout_s, plain)
         return await batch_base.run_batch(begun, client, output, way)
 
-    base.run(batch_base.with_client(work, redis_url, namespace), output)
+    base.run(base.with_client(work, redis_url, namespace), output)
 
 
 def batch_resume(
@@ -86,7 +86,7 @@ def batch_results(
             found = await asyncio.to_thread(begun.summary)
         return batch_base.print_summary(found, output)
 
-    base.run(batch_base.with_client(work, redis_url, namespace), output)
+    base.run(base.with_client(work, redis_url, namespace), output)
 
 
 def batch_cancel(
@@ -103,4 +103,4 @@ def batch_cancel(
         batch_base.print_glance(begun, output)
         return base.OK
 
-    base.run(batch_base.with_client(work, redis_url, namespace), output)
+    base.run(base.with_client(work, redis_url, namespace), output)

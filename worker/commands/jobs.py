@@ -96,16 +96,11 @@ def submit(
     }
 
     async def work() -> int:
-        from tokenfleet.producer import AsyncClient, SamplingParams
+        from tokenfleet.producer import SamplingParams
         from tokenfleet.worker.commands.unserved import said_if_unserved
 
         asked["sampling"] = SamplingParams(**sampling)
-        async with AsyncClient(
-            redis_url,
-            namespace=namespace,
-            tenant=tenant,
-            connect_timeout_s=base.CONNECT_TIMEOUT_S,
-        ) as client:
+        async with base.new_client(redis_url, namespace, tenant) as client:
             job = await client.submit(**asked)
             if not stream and not wait_for_end:
                 return print_id(job, output)
@@ -133,7 +128,7 @@ def stream(
         async with asyncio.timeout(timeout_s):
             return await follow(client.job(job_id), from_offset, output)
 
-    base.run(_with_client(work, redis_url, namespace), output)
+    base.run(base.with_client(work, redis_url, namespace), output)
 
 
 def result(
@@ -154,7 +149,7 @@ def result(
         found = await job.result(timeout_s=timeout_s or FETCH_S)
         return print_result(job_id, found, output)
 
-    base.run(_with_client(work, redis_url, namespace), output)
+    base.run(base.with_client(work, redis_url, namespace), output)
 
 
 def cancel(
@@ -176,17 +171,7 @@ def cancel(
         base.print_rows(("job_id", "state"), rows, output, empty="")
         return base.OK
 
-    base.run(_with_client(work, redis_url, namespace), output)
-
-
-async def _with_client(work: Any, redis_url: str, namespace: str) -> int:
-    from tokenfleet.producer import AsyncClient
-
-    async with AsyncClient(
-        redis_url, namespace=namespace, connect_timeout_s=base.CONNECT_TIMEOUT_S
-    ) as client:
-        code: int = await work(client)
-        return code
+    base.run(base.with_client(work, redis_url, namespace), output)
 
 
 def _prompt_text(prompt: str | None) -> str:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +18,7 @@ from tokenfleet.worker.commands.base import Namespace, Output, OutputOption, Red
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from tokenfleet.producer.connection import Connection
     from tokenfleet.producer.fleet import FleetReader
     from tokenfleet.producer.fleet_view import FleetStatus, WorkerLine
 
@@ -46,7 +45,10 @@ def top(
 async def _watch(
     redis_url: str, namespace: str, output: Output, interval_s: float | None, live: bool
 ) -> int:
-    async with _reader(redis_url, namespace) as reader:
+    async def work(connection: Connection) -> int:
+        from tokenfleet.producer.fleet import FleetReader
+
+        reader = FleetReader(connection)
         if live:
             assert interval_s is not None
             await _live(reader, interval_s)
@@ -55,7 +57,9 @@ async def _watch(
             if interval_s is None:
                 break
             await asyncio.sleep(interval_s)
-    return base.OK
+        return base.OK
+
+    return await base.with_connection(work, redis_url, namespace)
 
 
 async def _live(reader: FleetReader, interval_s: float) -> None:
@@ -77,21 +81,6 @@ async def _live(reader: FleetReader, interval_s: float) -> None:
                 warning = Text(f"\nas last seen: {error}", style="bold red")
                 screen.update(Group(seen, warning), refresh=True)
             await asyncio.sleep(interval_s)
-
-
-@asynccontextmanager
-async def _reader(redis_url: str, namespace: str) -> AsyncIterator[FleetReader]:
-    from tokenfleet.producer.connection import Connection
-    from tokenfleet.producer.fleet import FleetReader
-
-    connection = Connection(
-        redis_url, namespace=namespace, connect_timeout_s=base.CONNECT_TIMEOUT_S
-    )
-    try:
-        await connection.ready()
-        yield FleetReader(connection)
-    finally:
-        await connection.aclose()
 
 
 def _print(status: FleetStatus, output: Output) -> None:
