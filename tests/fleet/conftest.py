@@ -92,6 +92,7 @@ class Fleet:
             "model_name": MODEL,
             "max_num_seqs": 8,
             "lease_s": 1.0,
+            "max_failures": 100,  # a busy machine lets leases run out that nobody meant to
             "flush_interval_ms": 5,
             **self._settings,
             **settings,
@@ -115,7 +116,7 @@ class Fleet:
         followed = [Followed(job) for job in jobs]
         await asyncio.gather(*(one.follow() for one in followed))
         for one in followed:
-            one.check(await one.job.result(timeout_s=10.0))
+            one.check(await one.job.result(timeout_s=60.0))
         return followed
 
     def log(self, worker: WorkerProcess) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ async def test_a_worker_streams_jobs_and_its_own_process_never_loads_torch(
 async def test_sigterm_with_a_long_grace_finishes_what_runs_and_takes_nothing_new(
     fleet, until, tools
 ) -> None:
-    worker = await fleet.start(max_num_seqs=4, prefetch=2, grace_s=60)
+    worker = await fleet.start(max_num_seqs=4, prefetch=2, grace_s=60, lease_s=30)
     jobs = [await fleet.submit(f"job {i} ", 200) for i in range(10)]
     await until(lambda: _offset(jobs[3]))
     engine = tools.engine_pid(worker)
@@ -46,8 +46,8 @@ async def test_sigterm_with_a_long_grace_finishes_what_runs_and_takes_nothing_ne
 async def test_sigterm_with_a_short_grace_hands_over_and_no_token_is_made_twice(
     fleet, until, tools
 ) -> None:
-    first = await fleet.start(grace_s=0)
-    second = fleet.spawn()
+    first = await fleet.start(grace_s=0, lease_s=30)
+    second = fleet.spawn(lease_s=30)
     jobs = [await fleet.submit(f"job {i} ", 600) for i in range(8)]
     await until(lambda: _offset(jobs[-1]))
     await second.start()
@@ -77,7 +77,7 @@ async def test_cancel_frees_the_slot_of_a_running_job(fleet, until, tools) -> No
     (followed,) = await fleet.follow(behind)
     assert followed.text == tools.repeated("next ", 20)
     with pytest.raises(JobCancelled):
-        await running.result(timeout_s=10.0)
+        await running.result(timeout_s=60.0)
     assert await fleet.pending(worker) == 0
 
 
@@ -99,7 +99,7 @@ async def test_a_deadline_ends_a_running_job(fleet) -> None:
         assert events[-1].finish_reason == "expired"
         deadline_s *= 2
     with pytest.raises(DeadlineExceeded):
-        await job.result(timeout_s=10.0)
+        await job.result(timeout_s=60.0)
 
 
 async def test_a_subscriber_that_leaves_cancels_a_job_that_asked_for_it(fleet, until) -> None:

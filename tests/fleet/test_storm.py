@@ -19,7 +19,7 @@ from tokenfleet.producer import AsyncClient, SamplingParams
 LONG = os.environ.get("TOKENFLEET_CHAOS") == "long"
 JOBS, SUBSCRIBERS, WORKERS, LULL_S = (500, 8, 3, 0.7) if LONG else (96, 8, 3, 0.5)
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200 if LONG else 120)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200 if LONG else 300)]
 
 
 class Storm:

@@ -8,7 +8,7 @@ import asyncio
 async def test_urgent_jobs_pass_batch_jobs_that_lose_no_token_also_when_a_worker_dies(
     fleet, until, tools
 ) -> None:
-    settings = {"max_num_seqs": 4, "max_preemptions": 2, "max_failures": 100}
+    settings = {"max_num_seqs": 4, "max_preemptions": 2}
     settings |= {"simulated_step_ms": 12}
     workers = [await fleet.start(**settings) for _ in range(2)]
     lengths = [300 + 15 * number for number in range(12)]

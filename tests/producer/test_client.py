@@ -140,7 +140,7 @@ async def test_the_status_follows_the_job(lab):
 
 @pytest.mark.parametrize("port", [1, 9])
 async def test_a_redis_that_is_not_there_is_told_after_the_timeout(port):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         client = AsyncClient(f"redis://127.0.0.1:{port}/0", connect_timeout_s=0.2)
         with pytest.raises(BrokerUnavailable, match=f"127.0.0.1:{port} was not reached within 0.2"):
             await client.connect()
@@ -228,11 +228,11 @@ async def test_redis_py_clients_are_taken_for_their_address(valkey):
     blocking.close()
 
 
-async def test_a_wrong_password_is_told_at_once_and_not_tried_for_ten_seconds(own_lab):
+async def test_a_wrong_password_is_told_at_once_and_not_tried_again_and_again(own_lab):
     await own_lab.raw.execute_command("ACL", "SETUSER", "someone", "on", ">secret", "~*", "+@all")
     url = own_lab.server.url.replace("redis://", "redis://someone:wrong@")
-    async with asyncio.timeout(5):
-        client = AsyncClient(url)
+    async with asyncio.timeout(50):
+        client = AsyncClient(url, connect_timeout_s=100.0)
         with pytest.raises(BrokerUnsupported, match="refuses"):
             await client.connect()
         await client.aclose()

@@ -18,14 +18,14 @@ async def crash(fleet) -> None:
 
 
 async def test_a_crashed_workers_job_goes_on_behind_its_logged_tokens(fleet, until) -> None:
-    fleet.worker(lease_s=0.5)
+    fleet.worker(lease_s=1.5)
     job = await fleet.submit("p")
     await until(lambda: fleet.has(job))
     for piece in ("caf", "é i", "s"):
         fleet.engine.say(job, piece)
     await until(lambda: fleet.shows(job, "café is"))
     await crash(fleet)
-    fleet.worker(lease_s=0.5)
+    fleet.worker(lease_s=1.5)
     await until(lambda: len(fleet.engines) == 2 and fleet.has(job))
     request = fleet.engine.requests[job]
     assert request.resume == (tuple("café is".encode()),)

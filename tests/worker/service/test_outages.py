@@ -58,7 +58,7 @@ async def test_an_idle_worker_is_not_ready_without_redis_and_takes_jobs_when_it_
 
 async def test_when_the_leases_have_run_out_the_engine_stops_too(own_fleet, until) -> None:
     fleet = own_fleet
-    worker = fleet.worker(lease_s=0.9)
+    worker = fleet.worker(lease_s=2)
     job = await fleet.submit()
     await until(lambda: fleet.has(job))
     fleet.engine.say(job, "abc")
@@ -191,7 +191,7 @@ async def test_a_log_that_lost_its_end_before_the_finish_is_made_again(fleet, un
 
 async def test_running_jobs_survive_a_flushed_server(own_fleet, until) -> None:
     fleet = own_fleet
-    worker = fleet.worker(max_num_seqs=3, lease_s=0.9)
+    worker = fleet.worker(max_num_seqs=3, lease_s=3)
     speaking, silent, ending = [await fleet.submit() for _ in range(3)]
     await until(lambda: fleet.has(speaking, silent, ending))
     for job in (speaking, ending):

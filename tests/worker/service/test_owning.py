@@ -186,12 +186,12 @@ async def test_an_ending_that_comes_too_late_changes_nothing(fleet, until) -> No
 
 
 async def test_leases_are_renewed_while_the_engine_is_in_a_long_step(fleet, until) -> None:
-    fleet.worker(lease_s=1.2, step_limit_s=60)
-    watcher = fleet.worker(lease_s=1.2)  # its reaper would take the job
+    fleet.worker(lease_s=2, step_limit_s=60)
+    watcher = fleet.worker(lease_s=2)  # its reaper would take the job
     job = await fleet.submit()
     await until(lambda: any(job in engine.requests for engine in fleet.engines))
     engine = next(e for e in fleet.engines if job in e.requests)
-    await asyncio.sleep(3.7)  # more than three leases without a word from the engine
+    await asyncio.sleep(6.2)  # more than three leases without a word from the engine
     assert await fleet.field(job, "attempt") == "1"
     engine.say(job, "x", "stop")
     await until(lambda: fleet.is_(job, "finished"))
