@@ -164,16 +164,17 @@ def test_every_container_is_hardened_and_has_time_to_drain(compose: dict[str, An
         assert service["read_only"] is True, name
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
-    worker = compose["services"]["worker"]
-    assert _seconds(worker["stop_grace_period"]) > float(
-        worker["environment"]["TOKENFLEET_GRACE_S"]
-    )
+    worker, gateway = compose["services"]["worker"], compose["services"]["gateway"]
+    grace_s = float(worker["environment"]["TOKENFLEET_GRACE_S"])
+    assert _seconds(worker["stop_grace_period"]) >= grace_s + 15
+    settings = GatewaySettings(anonymous_tenant="t")
+    assert _seconds(gateway["stop_grace_period"]) >= settings.drain_delay_s + settings.grace_s + 15
     assert any(volume.endswith(":/models:ro") for volume in worker["volumes"])
 
 
 def test_compose_speaks_of_settings_that_exist(compose: dict[str, Any]) -> None:
     worker = {f"TOKENFLEET_{name.upper()}" for name in WorkerSettings.model_fields}
-    assert compose["services"]["worker"]["environment"].keys() <= worker
+    assert compose["services"]["worker"]["environment"].keys() <= worker | {"OMP_NUM_THREADS"}
     gateway = {f"TOKENFLEET_GATEWAY_{name.upper()}" for name in GatewaySettings.model_fields}
     given = compose["services"]["gateway"]["environment"].keys()
     assert given <= gateway | {"TOKENFLEET_REDIS_URL"}

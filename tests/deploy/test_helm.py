@@ -87,7 +87,9 @@ def test_pods_have_longer_to_end_than_they_need_to_drain(objects: list[dict[str,
     assert worker["terminationGracePeriodSeconds"] >= grace + 15
     gateway = pod(objects, "gateway")
     grace = float(variables(gateway)["TOKENFLEET_GATEWAY_GRACE_S"] or 0)
-    assert gateway["terminationGracePeriodSeconds"] >= grace + 5
+    delay = float(variables(gateway)["TOKENFLEET_GATEWAY_DRAIN_DELAY_S"] or 0)
+    assert delay > 0, "nodes send requests for a while after a pod was told to end"
+    assert gateway["terminationGracePeriodSeconds"] >= delay + grace + 5
 
 
 def test_pods_can_do_nothing_that_they_need_not(objects: list[dict[str, Any]]) -> None:
@@ -113,16 +115,31 @@ def test_the_model_is_mounted_and_cannot_be_changed(objects: list[dict[str, Any]
 
 def test_every_variable_is_a_setting(objects: list[dict[str, Any]]) -> None:
     settings = {f"TOKENFLEET_{name.upper()}" for name in WorkerSettings.model_fields}
-    assert variables(pod(objects, "worker")).keys() <= settings
+    assert variables(pod(objects, "worker")).keys() <= settings | {"OMP_NUM_THREADS"}
     shared = {"TOKENFLEET_REDIS_URL", "TOKENFLEET_NAMESPACE", "TOKENFLEET_PARTITIONS"}
     settings = {f"TOKENFLEET_GATEWAY_{name.upper()}" for name in GatewaySettings.model_fields}
     assert variables(pod(objects, "gateway")).keys() <= settings | shared
 
 
+def test_a_worker_computes_with_the_cores_of_its_pod(render: ModuleType, example: Any) -> None:
+    def threads(**worker: Any) -> Any:
+        values = {**example("minimal"), "worker": worker}
+        (container,) = pod(render.documents(values), "worker")["containers"]
+        found = [one for one in container["env"] if one["name"] == "OMP_NUM_THREADS"]
+        return found[0] if found else None
+
+    of_the_pod = {"resourceFieldRef": {"resource": "requests.cpu"}}
+    assert threads(resources={"requests": {"cpu": "4"}})["valueFrom"] == of_the_pod
+    assert threads(env={"OMP_NUM_THREADS": "3"})["value"] == "3"
+    assert threads(resources={"requests": {"cpu": None}}) is None, "0 is no number of threads"
+
+
 def test_the_worker_accepts_the_settings_it_is_given(objects: list[dict[str, Any]]) -> None:
     given = variables(pod(objects, "worker"))
     values = {
-        name.removeprefix("TOKENFLEET_").lower(): value for name, value in given.items() if value
+        name.removeprefix("TOKENFLEET_").lower(): value
+        for name, value in given.items()
+        if value and name.startswith("TOKENFLEET_")
     }
     settings = WorkerSettings(**values)  # type: ignore[arg-type]  # pydantic reads the words
     assert settings.health_port == 8080
@@ -167,6 +184,15 @@ def test_scaling_counts_running_jobs_of_every_partition(
     assert (
         spec["scaleTargetRef"]["name"] == of(production, "Deployment", "worker")["metadata"]["name"]
     )
+
+
+def test_who_scrapes_reaches_whatever_is_scraped(
+    production: list[dict[str, Any]], example: Any
+) -> None:
+    wanted = example("production")["networkPolicy"]
+    for part, callers in (("worker", []), ("gateway", wanted["gatewayFrom"])):
+        (rule,) = of(production, "NetworkPolicy", part)["spec"]["ingress"]
+        assert rule["from"] == [*callers, *wanted["metricsFrom"]]
 
 
 def changed(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
