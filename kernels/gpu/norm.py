@@ -95,7 +95,7 @@ def _launch(
         scales.input if scales else None, total, rows, inner, width, outer_stride, inner_stride,
         out.scale.shape[1] if isinstance(out, Fp8Rows) else 1, eps, weight_offset,
         MODE=scales.activations if scales and in_fp8 else "none", GROUP=BLOCK, HEIGHT=height,
-        TILE=tile, num_warps=min(16, max(4, height * tile // 1024)),
+        TILE=tile, num_warps=min(16, max(4, height * tile // 512)),
     )  # fmt: skip
 
 
