@@ -14,6 +14,9 @@ Every message names the thing, the value and the way out.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 
 class EngineError(Exception):
     """Base of everything the engine raises on purpose."""
@@ -29,6 +32,15 @@ class UnsupportedModel(EngineError):
 
 class CheckpointError(EngineError):
     """A checkpoint's files and tensors are not what its config promises."""
+
+
+def unreadable(path: Path, error: OSError | UnicodeDecodeError) -> CheckpointError:
+    """What to raise for a file of a checkpoint that is there and cannot be read."""
+    if isinstance(error, UnicodeDecodeError):
+        return CheckpointError(f"{path}: a file of it is no UTF-8 ({error}); copy it again")
+    file, reason = error.filename or path, error.strerror or error
+    who = f"; this process is user {os.geteuid()}" if isinstance(error, PermissionError) else ""
+    return CheckpointError(f"{file} cannot be read: {reason}{who}")
 
 
 class InvalidRequest(EngineError):

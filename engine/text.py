@@ -23,7 +23,7 @@ from tokenfleet.engine.detokenizer import (
     PieceTable,
     WindowDetokenizer,
 )
-from tokenfleet.engine.errors import CheckpointError, InvalidRequest
+from tokenfleet.engine.errors import CheckpointError, InvalidRequest, unreadable
 from tokenfleet.engine.sampling_params import SamplingParams
 from tokenfleet.engine.stops import StopMatcher
 
@@ -70,13 +70,16 @@ class TextCodec:
             CheckpointError: there is none, or a file of it cannot be read.
         """
         path = Path(path)
-        config = _read_json(path / "tokenizer_config.json")
-        return cls(
-            _load_tokenizer(path),
-            eos_token_ids=_eos_ids(path),
-            chat_template=_chat_template(path, config),
-            named_tokens=_named_tokens(config),
-        )
+        try:
+            config = _read_json(path / "tokenizer_config.json")
+            return cls(
+                _load_tokenizer(path),
+                eos_token_ids=_eos_ids(path),
+                chat_template=_chat_template(path, config),
+                named_tokens=_named_tokens(config),
+            )
+        except (OSError, UnicodeDecodeError) as error:
+            raise unreadable(path, error) from error
 
     @property
     def vocab_size(self) -> int:

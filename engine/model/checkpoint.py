@@ -15,7 +15,7 @@ from typing import Any, Self
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tokenfleet.engine.errors import CheckpointError
+from tokenfleet.engine.errors import CheckpointError, unreadable
 from tokenfleet.engine.model.config_file import read_json
 
 INDEX = "model.safetensors.index.json"
@@ -41,7 +41,10 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._entries = _read_entries(path)
+        try:
+            self._entries = _read_entries(path)
+        except OSError as error:
+            raise unreadable(path, error) from error
         self._taken: set[str] = set()
         self._open: dict[Path, Any] = {}
 

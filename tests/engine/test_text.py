@@ -4,6 +4,7 @@ import itertools
 import random
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -211,6 +212,20 @@ def test_chat_templates_that_are_missing_or_refuse_are_typed_errors(tiny_random)
 def test_a_directory_without_tokenizer_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="tokenizer"):
         TextCodec.load(tmp_path)
+
+
+def test_a_file_that_is_there_and_cannot_be_read_is_named(make_byte_model, monkeypatch):
+    path = make_byte_model(template="{{ x }}")
+    (path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=f"{path}: a file of it is no UTF-8"):
+        TextCodec.load(path)
+
+    def denied(file: Path, **_: object) -> object:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(Path, "stat", denied)  # root may read everything
+    with pytest.raises(CheckpointError, match=r"tokenizer_config.json cannot be read: .* is user"):
+        TextCodec.load(path)
 
 
 @pytest.mark.smollm2

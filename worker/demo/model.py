@@ -114,6 +114,7 @@ def _make(source: Path, target: Path) -> None:
         (work / MANIFEST).write_text(json.dumps({"sizes": sizes}, indent=2))
         if target.exists():
             shutil.rmtree(target)
+        work.chmod(0o755)  # the user of a container or a unit is to read it too
         work.rename(target)
     finally:
         shutil.rmtree(work, ignore_errors=True)

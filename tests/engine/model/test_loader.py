@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -189,6 +190,11 @@ def test_an_index_that_is_none_is_refused(sharded, content):
     (path / INDEX).write_text(content)
     with pytest.raises(CheckpointError, match=r"index\.json"):
         load(path)
+
+
+def test_a_directory_that_cannot_be_looked_into_is_named():
+    with pytest.raises(CheckpointError, match="cannot be read: File name too long"):
+        Checkpoint(Path("a" * 300))
 
 
 def test_shards_without_their_index_are_refused(sharded):
