@@ -73,19 +73,27 @@ WRONG = [
 
 async def test_a_field_of_a_wrong_form_is_refused_by_name_and_nothing_of_its_call_is_accepted(lab):
     for field, value, said in WRONG:
-        with pytest.raises(ResponseError, match=f"^BADJOB job 2: .*{said}"):
+        with pytest.raises(ResponseError, match=rf"^BADJOB job 2: .*{said}"):
             await submit(lab, job(), job(**{field: value}), job())
     assert await lab.raw.keys(f"{lab.keys.prefix}:*") == []
 
 
 async def test_a_call_with_too_few_fields_or_without_a_digest_is_refused(lab):
     for fields, width in ((job()[:11], 11), (job()[:11], 12), (job(), "x"), ([*job(), 1], 12)):
-        with pytest.raises(ResponseError, match="^BADJOB a job has 12 fields"):
+        with pytest.raises(ResponseError, match=r"^BADJOB a job has 12 fields"):
             await submit(lab, fields, width=width)
     for digest in ("", "two words"):
-        with pytest.raises(ResponseError, match="^BADJOB job 1: payload digest must be a word"):
+        with pytest.raises(ResponseError, match=r"^BADJOB job 1: payload digest must be a word"):
             await submit(lab, job(key="k", digest=digest))
     assert await lab.raw.keys(f"{lab.keys.prefix}:*") == []
+
+
+async def test_the_largest_and_smallest_that_this_library_lets_through_are_taken(lab):
+    decade_s = 10 * 365 * 86400.0
+    largest = {"model": "\U0001f600" * 256, "tenant": "a" * 64, "idempotency_key": "\u00e9 " * 128}
+    times = {"deadline_s": decade_s, "delay_s": decade_s, "max_failures": 1000}
+    await lab.submit(**largest, **times, priority="batch", on_disconnect="cancel")
+    await lab.submit(model=" ", tenant="-", deadline_s=0.001, delay_s=1e-9, max_failures=0)
 
 
 async def test_fields_of_later_versions_are_passed_over(lab):

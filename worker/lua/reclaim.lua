@@ -20,7 +20,7 @@ local function move_on(id, job)
   local wanted = not job.cancel and not past(job.deadline, now)
   if wanted and failures > (tonumber(job.max_failures) or tonumber(ARGV[5])) then
     end_job(id, job, 'failed', now, ARGV[6], ARGV[7], 'worker_died',
-      'its lease ended ' .. failures .. ' times without a new token; the last worker was ' .. job.owner)
+      'its lease ended, failure ' .. failures .. ' in a row; the worker was ' .. job.owner)
     bury(id, now)
   else
     put_back(id, job, now, ARGV[6], ARGV[7])
