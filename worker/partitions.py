@@ -28,7 +28,7 @@ Waiting = Mapping[int, Mapping[str, int]]
 
 Result = TypeVar("Result")
 
-LOOK_S = 0.5
+LOOK_S = 1.0
 """A look takes nothing: one that is given up here is made again in the next claim."""
 
 
