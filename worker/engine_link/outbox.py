@@ -7,7 +7,7 @@ so that a worker that stands still costs memory for the tokens of the jobs in fl
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,8 @@ from tokenfleet.worker.engine_link import frames
 
 TOO_LARGE = "report_too_large"
 """Code of a sequence whose logprobs no frame can hold."""
+_SENT = CoreEvent._fields.index("weights_version")
+"""The fields of an event up to here go to the worker."""
 
 
 class Outbox:
@@ -37,11 +39,15 @@ class Outbox:
 
     def put(self, events: Iterable[CoreEvent], stats: StepStats, free_slots: int) -> None:
         """Take what one step made, merging it with what has not left yet."""
+        self._free_slots = free_slots
+        if not self.pending:  # nothing to merge with, as nearly always
+            self._unsent = self._frames([event[:_SENT] for event in events], stats)
+            self.flush()
+            return
         for event in events:
             self._merge(event)
         self._preempted += stats.preempted_ids
         self._stats = frames.pack_stats(stats)
-        self._free_slots = free_slots
         self.flush()
 
     def put_frame(self, kind: str, *fields: Any) -> None:
@@ -80,7 +86,7 @@ class Outbox:
         self._unsent += self._frames(list(self._events.values()), stats)
         self._events, self._stats, self._preempted = {}, None, []
 
-    def _frames(self, events: list[list[Any]], stats: StepStats) -> bytes:
+    def _frames(self, events: list[Sequence[Any]], stats: StepStats) -> bytes:
         """One frame, or as many as it takes for what a frame does not hold.
 
         Logprobs of long prompts are that large. A sequence whose event alone is too large is
@@ -103,15 +109,8 @@ class Outbox:
     def _merge(self, event: CoreEvent) -> None:
         held = self._events.get((event.id, event.choice))
         if held is None:
-            self._events[event.id, event.choice] = [
-                event.id,
-                event.choice,
-                list(event.token_ids),
-                event.finish_reason,
-                event.logprobs,
-                event.prompt_logprobs,
-                event.error,
-            ]
+            held = self._events[event.id, event.choice] = list(event[:_SENT])
+            held[2] = list(event.token_ids)
             return
         held[2] += event.token_ids
         held[3] = event.finish_reason
