@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from types import FrameType
 from typing import NoReturn
+
+_TOLD_TO_END = 128 + signal.SIGTERM
 
 
 def main() -> None:
@@ -11,6 +16,8 @@ def main() -> None:
 
     `tokenfleet gateway` needs less than the others, and runs without their libraries.
     """
+    if os.getpid() == 1:  # of a container: the kernel keeps from it what it has no handler for
+        signal.signal(signal.SIGTERM, _end)
     try:
         from tokenfleet.worker.commands.cli import main as run
     except ModuleNotFoundError as error:
@@ -24,6 +31,11 @@ def main() -> None:
         )
         sys.exit(2)
     run()
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    """While libraries are loaded there is nothing to hand back."""
+    os._exit(_TOLD_TO_END)
 
 
 def _gateway(arguments: list[str]) -> NoReturn:
