@@ -110,7 +110,8 @@ class WorkerService:
         """Serve until drained or beyond help."""
         self._figures.mark("imports_s")
         self._listen_to_signals()
-        self._wire()
+        self._wire_jobs()
+        self._wire_upkeep()
         self._start("engine", self._host.run())  # first: loading the model takes longest
         try:
             code = await self._connect()
@@ -149,7 +150,8 @@ class WorkerService:
 
     # wiring
 
-    def _wire(self) -> None:
+    def _wire_jobs(self) -> None:
+        """The way of a job."""
         settings = self.settings
         self._preparer = Preparer()
         self._dispatcher = Dispatcher(
@@ -184,6 +186,10 @@ class WorkerService:
             start_limit_s=settings.engine_start_timeout_s,
             on_ready=self._engine_ready,
         )
+
+    def _wire_upkeep(self) -> None:
+        """What runs beside it."""
+        settings = self.settings
         self._leases = LeaseKeeper(
             self._queue,
             self._broker,
