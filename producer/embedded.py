@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -157,7 +158,7 @@ class EmbeddedServer:
                 cwd=self._folder(),
                 start_new_session=True,
             )
-        self._watcher = _watch(self._process.pid, self._folder(), self._scratch)
+        self._watcher = _watch(self._process.pid, self._workplace(), self._scratch)
 
     def _command(self) -> list[str]:
         binary = self._binary if self._binary is not None else server_binary()
@@ -176,6 +177,11 @@ class EmbeddedServer:
         if self._scratch is None:
             self._scratch = Path(tempfile.mkdtemp(prefix="tokenfleet-server-"))
         return self._scratch
+
+    def _workplace(self) -> Path:
+        """The folder that the server goes to: an option may name another one than ours."""
+        named = [folder for option, folder in pairwise(self._options) if option == "--dir"]
+        return self._folder() / (named[-1] if named else "")
 
     def _await_answer(self) -> bool:
         """True when it answers, False when it ended because of a port that is taken."""

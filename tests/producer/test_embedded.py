@@ -22,7 +22,7 @@ BUS = "--cluster-port"
 CHILD = """
 import sys
 from tokenfleet.producer.embedded import EmbeddedServer
-server = EmbeddedServer().start()
+server = EmbeddedServer(options=sys.argv[1:]).start()
 print(server.pid, server._scratch, flush=True)
 sys.stdin.read()
 """
@@ -60,10 +60,13 @@ def test_it_answers_and_leaves_no_process_and_no_file():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("options", [(), ("--dir", "elsewhere")])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_it_ends_with_the_process_that_started_it(how):
+def test_it_ends_with_the_process_that_started_it(how, options, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    options = [str(tmp_path / one) if one == "elsewhere" else one for one in options]
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", CHILD, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     number, folder = child.stdout.readline().decode().split()
     pid = int(number)
