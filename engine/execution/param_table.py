@@ -47,6 +47,8 @@ class ParamTable:
         """Rows that ask for more than temperature, top-k, top-p and min-p."""
         self.logprobs = np.full(num_slots, -1, np.int64)
         self.processed = np.zeros(num_slots, bool)
+        self.lists_prompt = np.zeros(num_slots, bool)
+        """Rows whose prompt's own tokens may be listed."""
         self.temperature = np.ones(num_slots, np.float32)
         self.top_k = np.full(num_slots, vocab_size, np.int64)
         self.top_p = np.ones(num_slots, np.float32)
@@ -77,6 +79,7 @@ class ParamTable:
         self.num_prompt[slot] = sequence.num_prompt
         self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.processed[slot] = params.logprobs_mode == "processed"
+        self.lists_prompt[slot] = params.prompt_logprobs is not None
         self.min_tokens[slot] = params.min_tokens
         self.adjusted[slot] = bool(params.logit_bias) or params.min_tokens > 0
         self._bias[slot] = _as_arrays(params.logit_bias)

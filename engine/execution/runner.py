@@ -9,11 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tokenfleet.engine.execution.batch import StepInputs, build_inputs
@@ -26,8 +24,8 @@ from tokenfleet.engine.execution.containment import (
     is_fatal,
     is_out_of_memory,
 )
+from tokenfleet.engine.execution.drawing import Drawing, Drawn
 from tokenfleet.engine.execution.flight import (
-    NO_TOKEN,
     Flight,
     Listing,
     Note,
@@ -40,8 +38,7 @@ from tokenfleet.engine.execution.graphs import DeviceTables, StepGraphs
 from tokenfleet.engine.execution.memory import MemoryProbe, check_free, refusing
 from tokenfleet.engine.execution.param_table import ParamTable
 from tokenfleet.engine.execution.programs import MOST_RECORDED, DecodePrograms
-from tokenfleet.engine.execution.prompt_logprobs import prompt_logprobs, wanted
-from tokenfleet.engine.execution.sampler import Sampled, Sampler
+from tokenfleet.engine.execution.sampler import Sampler
 from tokenfleet.engine.execution.slots import SlotTable
 from tokenfleet.engine.execution.transfers import transfers_for
 from tokenfleet.engine.execution.weights import NewWeights, WeightUpdate, moved, num_bytes
@@ -49,43 +46,11 @@ from tokenfleet.engine.model.decoder import Decoder
 from tokenfleet.engine.scheduling.plan import Chunk, StepPlan
 from tokenfleet.kernels.block_copy import copy_blocks
 from tokenfleet.kernels.paged_attention import KVPool
-from tokenfleet.kernels.step import POISONED
 from tokenfleet.kernels.token_pool import scatter_tokens
 
 FaultHook = Callable[[str, list[Chunk], Tensor | None], None]
 """Called at "copy" and "forward" (before them, no tensor) and "hidden" (the result of a forward
 pass, which may be changed: a row for each token, in a replayed step one for each chunk)."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Ends:
-    """The last token of each of S chunks."""
-
-    slots: Ids
-    ends: Ids
-    """Tokens computed of each sequence after this step."""
-    hidden: Tensor
-    """[S, hidden size]"""
-    token_ids: Tensor | None
-    """int64 [S]; None where the host knows them."""
-
-    def some(self, picks: Ids, where: Tensor) -> _Ends:
-        """Those of some chunks, by their indices on the host and on the device."""
-        ids = None if self.token_ids is None else self.token_ids[where]
-        return _Ends(self.slots[picks], self.ends[picks], self.hidden[where], ids)
-
-
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    """What sampling made of a step."""
-
-    verdicts: Tensor
-    """int64 [S]: a token, NO_TOKEN or POISONED."""
-    listings: list[Listing]
-    slots: Ids
-    """Of the sequences that got a token."""
-    tokens: Tensor | None
-    """int64 [len(slots)]; None where nobody got one."""
 
 
 class Runner:
@@ -128,6 +93,7 @@ class Runner:
         self.unknown = _unknown(decoder.spec.vocab_size, known_tokens, device)
         self.transfers = transfers_for(device)
         self.sampler = Sampler(self.params, self.slots, self.unknown, self.transfers)
+        self.drawing = Drawing(self.sampler, self.params, self.unknown, self.transfers, device)
         self.newest: Tensor | None = None
         """int64 [slots + 1]: the token sampled last for each, for steps launched before the host
         knows it. The last row is spare."""
@@ -297,9 +263,11 @@ class Runner:
         forward_done = time.perf_counter()
         rows = inputs.last_rows
         ids = None if self.newest is None else inputs.token_ids[rows]
-        last = _Ends(columns.slots, columns.ends, hidden[rows], ids)
-        drawn = self._sample(columns, last)
-        drawn.listings.extend(self._prompt_listings(work, inputs.first_rows, hidden))
+        logits_of = self.decoder.logits
+        drawn = self.drawing(logits_of, columns, hidden[rows], ids)
+        drawn.listings.extend(
+            self.drawing.of_prompts(logits_of, work, columns, inputs.first_rows, hidden)
+        )
         part = self._remembered(work, columns, drawn)
         timing.sample_s += time.perf_counter() - forward_done
         return part
@@ -337,8 +305,9 @@ class Runner:
                 graphs.unsample(bucket)
                 raise
         else:
-            last = _Ends(columns.slots, columns.ends, hidden, graphs.last_ids[:count])
-            part = self._remembered(work, columns, self._sample(columns, last))
+            ids = graphs.last_ids[:count]
+            drawn = self.drawing(self.decoder.logits, columns, hidden, ids)
+            part = self._remembered(work, columns, drawn)
         timing.sample_s += time.perf_counter() - forward_done
         return part
 
@@ -349,7 +318,7 @@ class Runner:
         arriving = self.transfers.fetch([verdicts, *tensors])
         return Part(work, columns, listings=tuple(listings), arriving=arriving)
 
-    def _remembered(self, work: list[Chunk], columns: Columns, drawn: _Drawn) -> Part:
+    def _remembered(self, work: list[Chunk], columns: Columns, drawn: Drawn) -> Part:
         """The part; its tokens are the newest ones of their slots from now on.
 
         That comes last: what fails before it is tried again, and reads the tokens that it read.
@@ -358,46 +327,6 @@ class Runner:
         if self.newest is not None and drawn.tokens is not None:
             scatter_tokens(drawn.tokens, self.newest, self.transfers.send(drawn.slots))
         return part
-
-    def _sample(self, columns: Columns, last: _Ends) -> _Drawn:
-        """A token for each chunk that reached its sequence's end."""
-        poisoned = ~torch.isfinite(last.hidden).all(-1)
-        count, picks = len(columns.slots), np.flatnonzero(columns.samples)
-        if picks.size == count:
-            sampled = self._draw(last)
-            verdicts = sampled.tokens
-            poisoned |= sampled.poisoned
-        else:
-            verdicts = torch.full((count,), NO_TOKEN, device=self.device)
-            if not picks.size:
-                return _Drawn(verdicts.masked_fill_(poisoned, POISONED), [], picks, None)
-            where = self.transfers.send(picks)
-            sampled = self._draw(last.some(picks, where))
-            verdicts[where] = sampled.tokens
-            poisoned[where] |= sampled.poisoned
-        listings = [Listing(report, picks[rows]) for rows, report in sampled.reports]
-        verdicts = verdicts.masked_fill(poisoned, POISONED)
-        return _Drawn(verdicts, listings, columns.slots[picks], sampled.tokens)
-
-    def _draw(self, last: _Ends) -> Sampled:
-        """A token for each row."""
-        logits = self.decoder.logits(last.hidden)
-        return self.sampler(logits, last.slots, last.ends, last.token_ids)
-
-    def _prompt_listings(
-        self, work: list[Chunk], first_rows: NDArray[np.int32], hidden: Tensor
-    ) -> list[Listing]:
-        found = []
-        for i, chunk in enumerate(work):
-            count = wanted(chunk)
-            if count:
-                first = int(first_rows[i])
-                rows = hidden[first : first + count]
-                reports = prompt_logprobs(
-                    chunk, rows, self.decoder.logits, self.unknown, self.transfers
-                )
-                found += [Listing(report, None, i, position) for position, report in reports]
-        return found
 
     def _fault(self, point: str, work: list[Chunk], tensor: Tensor | None) -> None:
         if self.fault_hook is not None:
