@@ -65,6 +65,8 @@ class EngineConfig:
     """Source of the seeds of requests that bring none; None = random."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, str | Path):
+            raise ConfigError(f"model must be the path of a directory, got {self.model!r}")
         object.__setattr__(self, "model", Path(self.model))
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             _positive(name, getattr(self, name))
@@ -72,10 +74,18 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         _check_block_size(self.block_size)
-        if not 0.0 < self.gpu_memory_fraction <= 1.0:
+        fraction: object = self.gpu_memory_fraction
+        if not isinstance(fraction, int | float) or not 0.0 < fraction <= 1.0:
             raise ConfigError(
-                f"gpu_memory_fraction must be above 0 and at most 1, got {self.gpu_memory_fraction}"
+                f"gpu_memory_fraction must be above 0 and at most 1, got {fraction!r}"
             )
+        for name in ("prefix_cache", "enforce_eager"):
+            _one_of(name, getattr(self, name), (True, False))
+        if self.seed is not None and (
+            not isinstance(self.seed, int) or isinstance(self.seed, bool)
+        ):
+            raise ConfigError(f"seed must be an integer, or None, got {self.seed!r}")
+        _one_of("overlap", self.overlap, (True, False, None))
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("device", self.device, DEVICES)
         _one_of("quantization", self.quantization, QUANTIZATIONS)
@@ -99,5 +109,5 @@ def _check_block_size(size: int | None) -> None:
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
+    if not isinstance(value, str | bool | None) or value not in allowed:
         raise ConfigError(f"{name} must be one of {allowed}, got {value!r}")

@@ -57,6 +57,9 @@ class InvalidRequest(EngineError):
         super().__init__(message)
         self.code = code
 
+    def __reduce__(self) -> tuple[type[InvalidRequest], tuple[str, str]]:
+        return type(self), (self.code, str(self))
+
 
 class WrongState(EngineError):
     """The engine cannot do this now: it sleeps, has requests, or its weights are incomplete."""

@@ -175,7 +175,8 @@ def _check_reports(p: SamplingParams) -> None:
         value = getattr(p, name)
         if value is not None:
             _check_int(name, value, 0, MAX_LOGPROBS, f"None, or from 0 to {MAX_LOGPROBS}")
-    if p.logprobs_mode not in ("raw", "processed"):
+    mode: object = p.logprobs_mode
+    if not isinstance(mode, str) or mode not in ("raw", "processed"):
         raise _refuse("logprobs_mode", p.logprobs_mode, '"raw" or "processed"')
 
 
