@@ -13,10 +13,7 @@ if TYPE_CHECKING:
     from tokenfleet.engine.config import EngineConfig as EngineConfig
     from tokenfleet.engine.core import CoreEvent as CoreEvent
     from tokenfleet.engine.core import EngineCore as EngineCore
-    from tokenfleet.engine.engine import Choice as Choice
     from tokenfleet.engine.engine import Engine as Engine
-    from tokenfleet.engine.engine import Output as Output
-    from tokenfleet.engine.engine import OutputEvent as OutputEvent
     from tokenfleet.engine.errors import CheckpointError as CheckpointError
     from tokenfleet.engine.errors import ConfigError as ConfigError
     from tokenfleet.engine.errors import EngineError as EngineError
@@ -24,6 +21,9 @@ if TYPE_CHECKING:
     from tokenfleet.engine.errors import InvariantBroken as InvariantBroken
     from tokenfleet.engine.errors import UnsupportedModel as UnsupportedModel
     from tokenfleet.engine.errors import WrongState as WrongState
+    from tokenfleet.engine.outputs import Choice as Choice
+    from tokenfleet.engine.outputs import Output as Output
+    from tokenfleet.engine.outputs import OutputEvent as OutputEvent
     from tokenfleet.engine.request import EngineRequest as EngineRequest
     from tokenfleet.engine.sampling_params import SamplingParams as SamplingParams
     from tokenfleet.engine.stats import StepStats as StepStats
@@ -32,7 +32,8 @@ _ROOMS = {
     "config": ("EngineConfig",),
     "core": ("CoreEvent", "EngineCore"),
     "request": ("EngineRequest",),
-    "engine": ("Engine", "Output", "Choice", "OutputEvent"),
+    "engine": ("Engine",),
+    "outputs": ("Output", "Choice", "OutputEvent"),
     "errors": (
         "CheckpointError",
         "ConfigError",

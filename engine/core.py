@@ -24,15 +24,16 @@ from tokenfleet.engine.errors import InvalidRequest, InvariantBroken, WrongState
 from tokenfleet.engine.execution.flight import Flight, Timing
 from tokenfleet.engine.execution.loading import LoadedModel, load_model
 from tokenfleet.engine.execution.weights import NewWeights
+from tokenfleet.engine.reporting import Reporter
 from tokenfleet.engine.request import CoreEvent, EngineRequest
 from tokenfleet.engine.sampling_params import SamplingParams
-from tokenfleet.engine.scheduling.audit import scheduler_faults
+from tokenfleet.engine.scheduling.audit import ownership_faults, scheduler_faults
 from tokenfleet.engine.scheduling.block_pool import BlockPool
 from tokenfleet.engine.scheduling.limits import limits_of
 from tokenfleet.engine.scheduling.plan import StepPlan
 from tokenfleet.engine.scheduling.prefix_cache import PrefixCache
 from tokenfleet.engine.scheduling.scheduler import Scheduler
-from tokenfleet.engine.scheduling.sequence import Sequence, SequenceState
+from tokenfleet.engine.scheduling.sequence import Sequence
 from tokenfleet.engine.stats import StepStats
 
 __all__ = ["CoreEvent", "EngineCore", "EngineRequest"]
@@ -68,7 +69,7 @@ class EngineCore:
         self.cache = PrefixCache() if config.prefix_cache else None
         self.scheduler = Scheduler(self.limits, BlockPool(model.num_blocks, self.cache), self.cache)
         self.stats = StepStats(blocks_total=model.num_blocks)
-        self._traffic = model.traffic
+        self._reporter = Reporter(self.stats, self.scheduler, model.traffic)
         self._accounts = Accounts(self.scheduler)
         self._flights: deque[tuple[StepPlan, Flight]] = deque()
         """Launched and not settled, oldest first."""
@@ -234,7 +235,13 @@ class EngineCore:
         kept = self._ahead if plan and not plan.starved else 0
         while len(self._flights) > kept:
             events += self._settle_oldest(timing)
-        self._report(plan, timing, started, scheduled)
+        self._reporter.step(
+            plan,
+            timing,
+            started=started,
+            scheduled=scheduled,
+            num_errors=self._accounts.num_errors,
+        )
         return events
 
     def _settle_oldest(self, timing: Timing) -> list[CoreEvent]:
@@ -326,44 +333,6 @@ class EngineCore:
             InvariantBroken: listing what contradicts itself.
         """
         found = scheduler_faults(self.scheduler)
-        owned = set(self._accounts.sequences())
-        placed = {*self.scheduler.running, *self.scheduler.waiting}
-        held = {child for s in owned for child in s.children}
-        lost = [s for s in owned - placed - held if s.state is not SequenceState.FINISHED]
-        found += [f"{s.request_id}/{s.choice} is open and nowhere" for s in lost]
-        orphans = [s for s in self.scheduler.running if s not in owned]
-        found += [f"{s.request_id}/{s.choice} runs and no request owns it" for s in orphans]
-        if not owned and not self._flights and self.scheduler.pool.num_used:
-            found.append(f"idle, and {self.scheduler.pool.num_used} blocks are owned")
+        found += ownership_faults(self.scheduler, set(self._accounts.sequences()))
         if found:
             raise InvariantBroken("; ".join(found))
-
-    def _report(self, plan: StepPlan, timing: Timing, started: float, scheduled: float) -> None:
-        scheduler, stats = self.scheduler, self.stats
-        decodes = sum([chunk.start >= chunk.sequence.num_prompt for chunk in plan.decodes])
-        stats.step += bool(plan)
-        stats.running = len(scheduler.running)
-        stats.waiting = scheduler.waiting.num_waiting + scheduler.waiting.num_held
-        stats.scheduled_tokens = plan.num_tokens
-        stats.decode_tokens = decodes
-        stats.decode_tokens_total += decodes
-        stats.prefill_tokens_total += plan.num_tokens - decodes
-        stats.preemptions_total = scheduler.preemptions
-        stats.preempted_ids = [s.request_id for s in plan.preempted]
-        stats.blocks_used = scheduler.pool.num_used
-        stats.blocks_cached = scheduler.num_cached_blocks
-        stats.blocks_needed = scheduler.num_needed_blocks
-        stats.cache_queries_total = scheduler.cache_queries
-        stats.cache_hits_total = scheduler.cache_hits
-        stats.errors_total = self._accounts.num_errors
-        stats.oom_retries_total += timing.out_of_memory
-        stats.schedule_s = scheduled - started
-        stats.forward_s = timing.forward_s
-        stats.sample_s = timing.sample_s
-        stats.step_s = time.perf_counter() - started
-        if plan:
-            stats.read_bytes_total += self._traffic.of(plan)
-            stats.schedule_s_total += stats.schedule_s
-            stats.forward_s_total += stats.forward_s
-            stats.sample_s_total += stats.sample_s
-            stats.step_s_total += stats.step_s

@@ -21,6 +21,19 @@ def scheduler_faults(scheduler: Scheduler) -> list[str]:
     return found + (scheduler.cache.faults() if scheduler.cache is not None else [])
 
 
+def ownership_faults(scheduler: Scheduler, owned: set[Sequence]) -> list[str]:
+    """What contradicts itself between the scheduler and the requests that own these sequences."""
+    placed = {*scheduler.running, *scheduler.waiting}
+    held = {child for sequence in owned for child in sequence.children}
+    lost = [s for s in owned - placed - held if s.state is not SequenceState.FINISHED]
+    found = [f"{s.request_id}/{s.choice} is open and nowhere" for s in lost]
+    orphans = [s for s in scheduler.running if s not in owned]
+    found += [f"{s.request_id}/{s.choice} runs and no request owns it" for s in orphans]
+    if not owned and not scheduler.steps_in_flight and scheduler.pool.num_used:
+        found.append(f"idle, and {scheduler.pool.num_used} blocks are owned")
+    return found
+
+
 def _wrong_owner(scheduler: Scheduler, sequence: Sequence, name: str) -> list[str]:
     """Blocks that would be written to and are not there, or somebody else's too."""
     size, table = scheduler.limits.block_size, sequence.block_table

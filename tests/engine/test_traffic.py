@@ -61,7 +61,7 @@ def test_an_engine_counts_what_its_steps_read(tiny_random: Any, family: str, exp
     least = len(read) * (attention + spec.vocab_size * hidden * 4) + cached
     assert stats.step == len(read)
     assert stats.read_bytes_total > least
-    assert bool(engine.core._traffic.experts) is experts
+    assert bool(engine.core._reporter._traffic.experts) is experts
     if not experts:
         mlp = 3 * hidden * spec.layers[0].intermediate_size * 4 * spec.num_layers
         assert stats.read_bytes_total == least + len(read) * mlp
