@@ -123,7 +123,10 @@ def test_the_code_for_openais_client_runs_as_written(redis_url: str) -> None:
 def test_every_command_line_is_understood(
     line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Parsed to the end, with the command itself left out."""
+    """Parsed to the end, with the command itself left out; what a shell is taught is taught to one
+    with a home of its own."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
     words = shlex.split(line)[1:]
     for flag in ("--json", "--config"):
         if flag in words:

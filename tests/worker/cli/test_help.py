@@ -120,6 +120,9 @@ def test_a_shell_is_told_how_words_may_go_on(
     assert set(done.stdout.split()) == offered
 
 
-def test_the_completion_of_a_shell_can_be_printed(run: Any) -> None:
-    done = run("--show-completion", "bash")
-    assert (done.returncode, "_TOKENFLEET_COMPLETE" in done.stdout) == (0, True)
+def test_the_completion_of_the_shell_in_use_can_be_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
+    done = CliRunner().invoke(build([]), ["--show-completion"], prog_name="tokenfleet")
+    assert (done.exit_code, "_TOKENFLEET_COMPLETE" in done.stdout) == (0, True)
