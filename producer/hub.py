@@ -114,7 +114,10 @@ class Hub:
         """Returns when the server has confirmed. Raises BrokerUnavailable."""
         self.check_open()
         subscription = Subscription(partition, channel)
-        line = self._line(partition)
+        try:
+            line = self._line(partition)
+        except RedisClusterException as error:  # its shard is without a master for now
+            raise BrokerUnavailable(f"{self._connection.describe()}: {error}") from error
         try:
             async with asyncio.timeout(self._connection.connect_timeout_s):
                 await line.add(subscription)

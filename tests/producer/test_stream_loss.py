@@ -6,7 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
+from redis.exceptions import SlotNotCoveredError
 
+from tokenfleet.producer.errors import StreamInterrupted
 from tokenfleet.producer.protocol import Choice, Event, JobResult
 from tokenfleet.worker.claims import flat
 
@@ -162,3 +164,21 @@ async def test_choices_that_come_in_another_order_are_each_passed_over(loser) ->
     tokens = [tuple(range(10)), tuple(range(100, 110))]
     await loser.finish(TEXT[:10], TEXT[:10].upper(), tokens=tokens)
     await reader.check(TEXT[:10], TEXT[:10].upper(), tokens=tokens)
+
+
+async def test_a_stream_to_a_shard_without_a_master_is_interrupted_and_goes_on_later(
+    valkey_lab, monkeypatch
+):
+    lab, client = valkey_lab, valkey_lab.client()
+    queue, job_id = await lab.queue(), await lab.submit()
+    (job,) = await queue.claim(1)
+    await queue.finish(job, flat([lab.token(0)]), None, state="cancelled")
+
+    def uncovered(_partition: int) -> str:
+        raise SlotNotCoveredError("slot 7 is not covered by the cluster")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(client.link.connection, "node_of", uncovered)
+        with pytest.raises(StreamInterrupted, match="slot 7 is not covered"):
+            await anext(client.job(job_id).stream())
+    assert [event.final async for event in client.job(job_id).stream()] == [False, True]
