@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from redis.exceptions import RedisClusterException
+
 from tokenfleet.producer.connection import Connection, RedisError, ResponseError
 from tokenfleet.producer.errors import BrokerUnavailable, KeyOccupied
 from tokenfleet.producer.fleet_view import (
@@ -243,7 +245,7 @@ class FleetReader:
 
     async def _held(self, key: str, limit: int) -> list[dict[str, Any]]:
         """Entries of a queue that workers hold, oldest first."""
-        with _reaching(self._connection):
+        with reaching(self._connection):
             try:
                 held: list[dict[str, Any]] = await self._connection.client.xpending_range(
                     key, GROUP, "-", "+", limit
@@ -277,7 +279,7 @@ class FleetReader:
 
     async def _scan(self, rest: str, kind: str | None) -> AsyncIterator[str]:
         pattern = f"{{{self._connection.namespace}:*}}:{rest}"
-        with _reaching(self._connection):
+        with reaching(self._connection):
             async for key in self._connection.client.scan_iter(
                 match=pattern, count=500, _type=kind
             ):
@@ -291,11 +293,11 @@ class FleetReader:
 
 
 @contextmanager
-def _reaching(connection: Connection) -> Iterator[None]:
+def reaching(connection: Connection) -> Iterator[None]:
     """For commands that go past the connection's own repeating: its error all the same."""
     try:
         yield
     except ResponseError:
         raise
-    except (RedisError, OSError) as error:
+    except (RedisError, RedisClusterException, OSError) as error:
         raise BrokerUnavailable(f"{connection.describe()} was not reached ({error})") from error

@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import InvalidJob
+from tokenfleet.producer.fleet import reaching
 from tokenfleet.producer.keys import PRIORITIES, check_name
 from tokenfleet.producer.scripts import load
 from tokenfleet.worker.claims import text
@@ -130,8 +131,9 @@ class Rules:
             yield key.removeprefix(begin)
 
     async def _scan(self, begin: str) -> AsyncIterator[str]:
-        async for key in self._connection.client.scan_iter(match=f"{begin}*", count=500):
-            yield text(key)
+        with reaching(self._connection):
+            async for key in self._connection.client.scan_iter(match=f"{begin}*", count=500):
+                yield text(key)
 
     def _keys(self, partition: int) -> Any:
         return self._connection.keys(partition)

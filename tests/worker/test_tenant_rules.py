@@ -6,9 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
+from redis.exceptions import ConnectionError
 
 from tokenfleet.producer.connection import Connection
-from tokenfleet.producer.errors import InvalidJob, QueueFull
+from tokenfleet.producer.errors import BrokerUnavailable, InvalidJob, QueueFull
 from tokenfleet.producer.keys import PRIORITIES
 from tokenfleet.producer.protocol import Choice, JobResult
 from tokenfleet.worker.rights import operator_rules
@@ -156,3 +157,14 @@ async def test_jobs_that_were_there_before_the_limits_keep_their_order(lab):
         for job in found:
             await queue.finish(job, [], RESULT)
     assert claimed == [job.id for job in jobs]
+
+
+async def test_a_redis_that_goes_away_while_tenants_are_looked_for_is_out_of_reach(
+    valkey_lab, monkeypatch
+):
+    def gone(**_: Any) -> Any:
+        raise ConnectionError("Connection reset by peer")
+
+    monkeypatch.setattr(valkey_lab.connection.client, "scan_iter", gone)
+    with pytest.raises(BrokerUnavailable, match="reset by peer"):
+        await limit(valkey_lab, "a", running=1)

@@ -13,6 +13,7 @@ from redis.exceptions import ResponseError
 
 from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import BrokerUnsupported
+from tokenfleet.producer.fleet import reaching
 from tokenfleet.producer.fleet_view import texts_of
 from tokenfleet.producer.keys import GROUP
 from tokenfleet.worker.commands.admin import Admin
@@ -114,9 +115,10 @@ class Doctor:
     async def _overdue(self, key: str) -> list[str]:
         names = self._connection.keys(int(key[key.index(":") + 1 : key.index("}")]))
         try:
-            pending = await self._connection.client.xpending_range(
-                key, GROUP, "-", "+", 100, idle=SHORTEST_LEASE_MS
-            )
+            with reaching(self._connection):
+                pending = await self._connection.client.xpending_range(
+                    key, GROUP, "-", "+", 100, idle=SHORTEST_LEASE_MS
+                )
         except ResponseError:
             return []  # no such group: `groups` says so
         found = []
