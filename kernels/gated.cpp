@@ -19,7 +19,7 @@ struct GatedArguments {
 namespace {
 
 template <typename T> INLINE void gate_rows(const T* wide, T* out, int64_t rows, int64_t width, int64_t gate) {
-    with_gate(gate, [&](auto act) INLINE_LAMBDA {
+    with_gate<T>(gate, [&](auto act) INLINE_LAMBDA {
 #pragma omp parallel for if (rows * width > SERIAL_ELEMENTS / 2) schedule(static)
         for (int64_t row = 0; row < rows; row++)
             for (int64_t i = 0; i < width; i += LANES) {
@@ -126,7 +126,7 @@ EXPORT void tf_gated_bf16(const GatedArguments* arguments) {
     if (!fits_tiles(layer)) return one_after_the_other(a, tf_linear_bf16);
 #if defined(TF_AMX)
     const Panel panel = {(const uint8_t*)layer.x, layer.x_stride * (int64_t)sizeof(bf16), layer.rows, layer.depth_blocks};
-    with_gate(a.gate, [&](auto act) {
+    with_gate<bf16>(a.gate, [&](auto act) {
 #pragma omp parallel if (layer.rows * layer.in * layer.columns > SERIAL_PRODUCTS)
         gated<Bf16Gate<decltype(act)>>(layer, panel, Quantized{}, act);
     });
@@ -141,7 +141,7 @@ EXPORT void tf_gated_int8(const GatedArguments* arguments) {
     const Quantized x = quantized_memory(layer);
     const Panel panel = {(const uint8_t*)x.values, x.stride, layer.rows, layer.depth_blocks};
     with_dtype(layer.dtype, [&]<typename T>(T*) {
-        with_gate(a.gate, [&](auto act) {
+        with_gate<T>(a.gate, [&](auto act) {
 #pragma omp parallel if (layer.rows * layer.in * layer.columns > SERIAL_PRODUCTS)
             {
                 quantize_rows<T>(layer, x);

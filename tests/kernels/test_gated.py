@@ -89,3 +89,22 @@ def test_an_input_of_another_width_is_refused():
             pytest.skip("this CPU has neither AMX nor AVX-512 BF16 and VNNI")
         with pytest.raises(ValueError, match=r"\[T, 64\], got torch.bfloat16 \(3, 60\)"):
             gated_linear(torch.zeros(3, 60, dtype=torch.bfloat16), packed, silu_mul)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_extreme_gates_are_those_of_silu(dtype):
+    """An identity before the gate, so what is gated is known; up is 1."""
+    gates = torch.tensor([0.0, -0.0, 1e-3, -1e-3, 9.0, -9.0, 60.0, -60.0, 89.0, -89.0, 1e4, -1e4])
+    x = torch.nn.functional.pad(gates[:, None].expand(12, 31), (0, 33)).to(dtype)
+    x[:, 63] = 1.0
+    weight = torch.zeros(64, 64)
+    weight[:31, :31], weight[32:, 63] = torch.eye(31), 1.0
+    with backend_module.using("cpp"):
+        for quantization in (None, "int8"):
+            packed = pack_linear(weight.to(dtype), quantization=quantization)
+            product = linear(x, packed).float()
+            out = gated_linear(x, packed, silu_mul).float()
+            expected = torch.nn.functional.silu(product[:, :32].double()) * product[:, 32:]
+            torch.testing.assert_close(
+                out.double(), expected, rtol=2e-2, atol=max(torch.finfo(dtype).tiny, 1e-33)
+            )
