@@ -19,9 +19,9 @@ $(STAMP): pyproject.toml deploy/constraints.txt
 demo: $(STAMP)  ## two workers, a kill in the middle, streams without a gap
 	$(BIN)/tokenfleet demo
 
-test: export OMP_NUM_THREADS = 1  # two tests at once on two cores: more threads would only wait for each other
-test: $(STAMP)  ## the whole suite
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+test: export OMP_NUM_THREADS = 1  # a test for each core: more threads would only wait for each other
+test: $(STAMP)  ## the whole suite; one process more than the two cores of CI, for tests that wait
+	$(BIN)/python -m pytest -n 3 --dist loadgroup
 
 chaos: export TOKENFLEET_CHAOS = long
 chaos: export OMP_NUM_THREADS = 1

@@ -7,7 +7,6 @@ A test that waits in vain ends in time, and what a test left open is its own fai
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import gc
 import inspect
@@ -15,8 +14,8 @@ import itertools
 import json
 import os
 import shutil
-import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,12 @@ from tokenfleet.producer.protocol import Event, JobRequest
 from tokenfleet.producer.submission import Submission
 from tokenfleet.worker.claims import flat
 from tokenfleet.worker.queue import ClaimedJob, Emission, JobQueue
+
+from .groups import pytest_xdist_make_scheduler
+from .leftovers import nobody_left, pytest_runtest_teardown, shared
+
+# a fixture and hooks that pytest finds here
+__all__ = ["nobody_left", "pytest_runtest_teardown", "pytest_xdist_make_scheduler"]
 
 _numbers = itertools.count(1)
 
@@ -58,41 +63,16 @@ def _limited(test: Callable[..., Awaitable[None]], limit_s: float) -> Callable[.
     return limited
 
 
+def pytest_configure() -> None:
+    """A shell's background jobs are deaf to Ctrl-C, and so would be all that tests start there."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_finish() -> None:
     """What is there before the first test is not looked at again for garbage."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
-    """A socket that nobody can reach any more was left open by this test and not by the one during
-    which it would be found."""
-    yield
-    found = _open_sockets()
-    known = item.session.stash.get(_SOCKETS, set())
-    if found - known:
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always", ResourceWarning)
-            gc.collect()
-        found = _open_sockets()
-        item.session.stash[_SOCKETS] = found
-        left = [str(one.message) for one in warned if one.category is ResourceWarning]
-        assert left == [], "left open"
-    else:
-        item.session.stash[_SOCKETS] = found
-
-
-_SOCKETS = pytest.StashKey[set[str]]()
-
-
-def _open_sockets() -> set[str]:
-    """Of this process."""
-    found = set()
-    for fd in Path("/proc/self/fd").glob("*"):
-        with contextlib.suppress(OSError):
-            found.add(str(fd.readlink()))
-    return {name for name in found if name.startswith("socket:")}
 
 
 class Lab:
@@ -198,8 +178,8 @@ class Lab:
 
 
 @pytest.fixture(scope="session")
-def valkey() -> Iterator[EmbeddedServer]:
-    with EmbeddedServer() as server:
+def valkey(request: pytest.FixtureRequest) -> Iterator[EmbeddedServer]:
+    with shared(EmbeddedServer(), request.session) as server:
         yield server
 
 
@@ -212,8 +192,8 @@ def redis_binary() -> Path:
 
 
 @pytest.fixture(scope="session")
-def redis_server(redis_binary: Path) -> Iterator[EmbeddedServer]:
-    with EmbeddedServer(binary=redis_binary) as server:
+def redis_server(redis_binary: Path, request: pytest.FixtureRequest) -> Iterator[EmbeddedServer]:
+    with shared(EmbeddedServer(binary=redis_binary), request.session) as server:
         yield server
 
 

@@ -12,7 +12,6 @@ from tokenfleet.engine import Engine, EngineConfig, SamplingParams
 pytestmark = [
     pytest.mark.smollm2,
     pytest.mark.timeout(600),
-    pytest.mark.xdist_group("smollm2"),  # with all others that use the one engine
 ]
 
 QUESTIONS = [

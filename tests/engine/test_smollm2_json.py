@@ -11,7 +11,6 @@ from tokenfleet.engine import SamplingParams
 pytestmark = [
     pytest.mark.smollm2,
     pytest.mark.timeout(900),
-    pytest.mark.xdist_group("smollm2"),  # with all others that use the one engine
 ]
 
 NAME = {"type": "string", "pattern": "^[A-Z][a-z]{2,11}$"}

@@ -16,7 +16,6 @@ from tokenfleet.kernels.aot import HEADER, Report, as_line
 from tokenfleet.kernels.gpu.registry import OPERATIONS, examples
 
 pytestmark = [
-    pytest.mark.xdist_group("aot"),  # one process compiles for all of these
     pytest.mark.timeout(3000),  # the first of them waits for the compiler
 ]
 LONG = os.environ.get("TOKENFLEET_AOT") == "long"
