@@ -66,7 +66,7 @@ class EmbeddedServer:
         binary: Path | None = None,
         options: Sequence[str] = (),
         port_options: Sequence[str] = (),
-        start_timeout_s: float = 10.0,
+        start_timeout_s: float = 30.0,
     ) -> None:
         self._binary = binary
         self._options = tuple(options)

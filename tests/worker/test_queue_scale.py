@@ -72,7 +72,7 @@ async def test_memory_is_back_to_within_five_percent_when_the_results_have_expir
 
     async def round_of(count: int) -> None:
         await lab.client().submit_many([{"model": "m", "prompt": "x"}] * count)
-        while jobs := await queue.claim(128):
+        while jobs := await queue.claim(32):
             event = Event(offset=0, token_ids=(1,), text="a", attempt=1)
             await asyncio.gather(*(queue.finish(job, flat([event]), RESULT) for job in jobs))
         assert await lab.entries() == 0

@@ -67,19 +67,21 @@ def test_json_is_one_line_a_look_until_the_reader_goes(flags: list[str]) -> None
 
 def test_a_terminal_is_drawn_again_and_again_and_left_as_it_was(flags: list[str]) -> None:
     ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, *flags, "--interval-s", "0.1"],
+        stdout=theirs,
+        stdin=theirs,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"},
+    )
+    os.close(theirs)
     try:
-        process = subprocess.Popen(
-            [*COMMAND, *flags, "--interval-s", "0.1"],
-            stdout=theirs,
-            stdin=theirs,
-            env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"},
-        )
-        os.close(theirs)
         seen = read_until(ours, lambda text: text.count(b"w1") >= 3)
         process.send_signal(signal.SIGINT)
         seen += read_until(ours, lambda text: b"\x1b[?1049l" in text)
         assert process.wait(timeout=30) == 130
     finally:
+        process.kill()
+        process.wait()
         os.close(ours)
     assert seen.startswith(b"\x1b[?1049h"), "on the other screen"
 
