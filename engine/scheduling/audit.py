@@ -52,8 +52,8 @@ def _faults_of(scheduler: Scheduler, sequence: Sequence) -> list[str]:
     found = []
     if sequence.state is not SequenceState.RUNNING:
         found.append(f"{name} is {sequence.state.value} and in the running batch")
-    if not sequence.num_done <= sequence.num_computed <= sequence.num_known:
-        found.append(f"{name}: done, computed, known are out of order")
+    if not sequence.num_done <= sequence.num_computed < sequence.num_known:
+        found.append(f"{name}: done, computed, known are out of order, or nothing is left to do")
     sampled = sequence.num_known - len(sequence.tokens)
     if not 0 <= sampled <= scheduler.steps_in_flight:
         found.append(f"{name}: {sampled} tokens are being sampled")
