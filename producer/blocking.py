@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Coroutine, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
@@ -304,18 +304,20 @@ class _LoopThread:
 
     def stop(self, client: AsyncClient) -> None:
         """Close the client, end what is under way, and the thread."""
-        self.abandon(client)
+        ended = self.abandon(client)
         self._thread.join()
+        if ended is not None:
+            ended.result()
 
-    def abandon(self, client: AsyncClient) -> None:
-        """The same, not waiting for it."""
+    def abandon(self, client: AsyncClient) -> Future[None] | None:
+        """The same, not waiting for it. None where somebody else does it."""
         if self._pid != os.getpid():
-            return
+            return None
         with self._lock:
             if self._stopped:
-                return
+                return None
             self._stopped = True
-            asyncio.run_coroutine_threadsafe(self._end(client), self._loop)
+            return asyncio.run_coroutine_threadsafe(self._end(client), self._loop)
 
     def _run(self) -> None:
         self._loop.run_forever()
@@ -324,6 +326,7 @@ class _LoopThread:
     async def _end(self, client: AsyncClient) -> None:
         try:
             await client.aclose()
+        finally:
             others = asyncio.all_tasks() - {asyncio.current_task()}
             if others:  # they are told that the client is closed
                 await asyncio.wait(others, timeout=_LAST_WORDS_S)
@@ -331,8 +334,7 @@ class _LoopThread:
                 task.cancel()
                 await asyncio.wait([task], timeout=_LAST_WORDS_S)
             await self._loop.shutdown_asyncgens()
-        finally:
-            self._loop.call_soon(self._loop.stop)
+            self._loop.call_later(0, self._loop.stop)  # behind what tells others of their ends
 
 
 _LAST_WORDS_S = 1.0
