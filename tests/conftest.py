@@ -24,6 +24,7 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tokenfleet.producer.client import AsyncClient
 from tokenfleet.producer.connection import Connection
@@ -40,6 +41,10 @@ from .leftovers import nobody_left, pytest_runtest_teardown, shared
 
 # a fixture and hooks that pytest finds here
 __all__ = ["nobody_left", "pytest_runtest_teardown", "pytest_xdist_make_scheduler"]
+
+# a busy machine makes an example late, and none of them wrong
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 _numbers = itertools.count(1)
 
