@@ -147,7 +147,8 @@ async def test_a_claim_whose_reply_was_lost_is_found_again_as_a_phantom(own_lab)
     assert (job.attempt, job.failures) == (2, 0)
 
 
-async def test_a_claim_is_never_repeated_by_the_client(own_lab):
+async def test_a_claim_is_never_repeated_by_the_client(own_lab, monkeypatch):
+    monkeypatch.setattr("tokenfleet.producer.connection.SOCKET_TIMEOUT_S", 1.0)
     lab = own_lab
     queue = await lab.queue("w1")
     await lab.submit()
