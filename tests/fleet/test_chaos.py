@@ -115,7 +115,7 @@ async def test_text_after_sigkills_equals_an_undisturbed_run(model_fleet, tools)
     fleet = model_fleet
     killer = Killer(fleet, 2, lease_s=LEASE_S, max_num_seqs=16)
     await killer.start()
-    lengths = [60 + 10 * i + (500 if tools.long else 0) for i in range(32 if tools.long else 16)]
+    lengths = [60 + 10 * i + (500 if tools.long else 700) for i in range(32 if tools.long else 16)]
 
     async def submit_all():
         return [
