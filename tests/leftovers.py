@@ -28,14 +28,15 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
     """A socket of this test that only the collector closes was left open by it."""
     yield
     found = _open_sockets()
-    new = found - item.session.stash.get(_SOCKETS, set())
+    new, left = found - item.session.stash.get(_SOCKETS, set()), []
     if new:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always", ResourceWarning)
             gc.collect()
         found = _open_sockets()
+        left = [str(one.message) for one in warned if one.category is ResourceWarning]
     item.session.stash[_SOCKETS] = found
-    assert new <= found, f"left open: {[str(one.message) for one in warned]}"
+    assert new <= found or not left, f"left open: {left}"  # another thread may close one meanwhile
 
 
 def _open_sockets() -> set[str]:
