@@ -21,15 +21,19 @@ from tokenfleet.producer.embedded import EmbeddedServer
 
 _SOCKETS = pytest.StashKey[set[str]]()
 _SHARED = pytest.StashKey[list["Shared"]]()
+_SERVERS = {"valkey", "any_server", "redis_server", "shared_server"}
+"""Fixtures that give one."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
-    """A socket of this test that only the collector closes was left open by it."""
+    """A socket of this test that only the collector closes was left open by it, also one that its
+    fixtures still hold."""
     yield
     found = _open_sockets()
     new, left = found - item.session.stash.get(_SOCKETS, set()), []
     if new:
+        _forget_fixtures(item)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always", ResourceWarning)
             gc.collect()
@@ -37,6 +41,12 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
         left = [str(one.message) for one in warned if one.category is ResourceWarning]
     item.session.stash[_SOCKETS] = found
     assert new <= found or not left, f"left open: {left}"  # another thread may close one meanwhile
+
+
+def _forget_fixtures(item: pytest.Item) -> None:
+    """They have ended; pytest itself drops them only after all that is done after a test."""
+    if isinstance(item, pytest.Function):
+        item.funcargs.clear()
 
 
 def _open_sockets() -> set[str]:
@@ -76,7 +86,7 @@ class Shared:
 @pytest.fixture(autouse=True)
 def nobody_left(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    if {"valkey", "any_server", "redis_server"} & set(request.fixturenames):
+    if _SERVERS & set(request.fixturenames):
         for server in request.session.stash.get(_SHARED, []):
             server.check()
 

@@ -1,4 +1,4 @@
-"""Which event loop a worker runs on.
+"""Which event loop a worker runs on, and how its last words are said there.
 
 Invariant: uvloop is used where it is installed, and missed nowhere.
 """
@@ -6,7 +6,8 @@ Invariant: uvloop is used where it is installed, and missed nowhere.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 
 def fastest_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -17,3 +18,16 @@ def fastest_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
         return None
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory
+
+
+async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await what no cancellation of its caller may cut short; the caller is cancelled after it."""
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled

@@ -18,7 +18,7 @@ import signal
 import socket
 import uuid
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import structlog
@@ -36,7 +36,7 @@ from tokenfleet.worker.engine_link.engine_process import EngineHandle, EngineInf
 from tokenfleet.worker.health import HealthServer
 from tokenfleet.worker.intake import Intake
 from tokenfleet.worker.lease import LeaseKeeper
-from tokenfleet.worker.loops import fastest_loop
+from tokenfleet.worker.loops import fastest_loop, to_the_end
 from tokenfleet.worker.observing.queue_watch import QueueWatch
 from tokenfleet.worker.observing.telemetry import Telemetry
 from tokenfleet.worker.preemption import Seats
@@ -118,7 +118,7 @@ class WorkerService:
             if code == EXIT_OK:
                 code = await self._serve()
         finally:
-            await self._close()
+            await to_the_end(self._close())
         log.info("worker_stopped", exit_code=code)
         return code
 
@@ -257,17 +257,24 @@ class WorkerService:
         return code
 
     async def _close(self) -> None:
-        """Stop what still runs, leave the worker table, give telemetry a last chance."""
-        await self._host.stop()
-        await _end_all(self._tasks)
-        await self._dispatcher.close()
+        """Stop what still runs, leave the worker table, give telemetry a last chance; each of them
+        also where one before it fails."""
+        async with AsyncExitStack() as last_first:
+            last_first.push_async_callback(
+                asyncio.to_thread, self.telemetry.shutdown, TELEMETRY_TIMEOUT_S
+            )
+            last_first.push_async_callback(self._connection.aclose)
+            last_first.push_async_callback(self._queue.aclose)
+            last_first.push_async_callback(self._leave)
+            last_first.push_async_callback(self._dispatcher.close)
+            last_first.push_async_callback(_end_all, self._tasks)
+            await self._host.stop()
+
+    async def _leave(self) -> None:
         if self._presence.registered:
             with suppress(*BROKER_ERRORS):
                 async with asyncio.timeout(TELEMETRY_TIMEOUT_S):
                     await self._queue.leave()
-        await self._queue.aclose()
-        await self._connection.aclose()
-        await asyncio.to_thread(self.telemetry.shutdown, TELEMETRY_TIMEOUT_S)
 
     # loops and start-up of its own
 

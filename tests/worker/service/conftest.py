@@ -26,6 +26,8 @@ from tokenfleet.worker.queue import JobQueue
 from tokenfleet.worker.service import WorkerService
 from tokenfleet.worker.settings import load_settings
 
+from ...leftovers import shared
+
 MODEL = "m"
 END = 257
 
@@ -236,8 +238,8 @@ def byte_model(make_byte_model: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def shared_server() -> Iterator[EmbeddedServer]:
-    with EmbeddedServer() as server:
+def shared_server(request: pytest.FixtureRequest) -> Iterator[EmbeddedServer]:
+    with shared(EmbeddedServer(), request.session) as server:
         yield server
 
 
