@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -128,7 +129,7 @@ def left_behind(said: str) -> list[str]:
 @pytest.mark.smollm2
 def test_the_demo_kills_a_worker_loses_nothing_and_ends_by_itself(tmp_path: Path) -> None:
     with running_demo(tmp_path) as demo:
-        out, said = demo.communicate(timeout=100)
+        out, said = demo.communicate(timeout=240)
     assert demo.returncode == 0, said
     assert "*** SIGKILL" in said
     assert "goes on at offset" in said
@@ -142,9 +143,14 @@ def test_the_demo_kills_a_worker_loses_nothing_and_ends_by_itself(tmp_path: Path
     # who runs a job is asked after its token came: where that takes long, nobody may by then
     assert any(len(job["workers"]) == 2 for job in moved)
     spans = [json.loads(line) for line in Path(outcome["trace_file"]).read_text().splitlines()]
+    (killed,) = re.findall(r"SIGKILL (worker-\d)", said)
+    survived = [job for job in outcome["jobs"] if set(job["workers"]) - {killed}]
+    assert survived
     for job in outcome["jobs"]:
         names = {span["name"] for span in spans if span["trace_id"] == job["trace_id"]}
-        assert {"send smollm2:interactive", "process smollm2:interactive", "chat smollm2"} <= names
+        assert "send smollm2:interactive" in names
+        if job in survived:  # what the killed one ended shortly before, it may not have told
+            assert {"process smollm2:interactive", "chat smollm2"} <= names
     resumed = [e for span in spans for e in span.get("events", []) if e["name"] == "resumed"]
     assert {e["attributes"]["tokenfleet.job.offset"] for e in resumed} >= {
         job["resumed_at"] for job in moved
@@ -155,7 +161,7 @@ def test_the_demo_kills_a_worker_loses_nothing_and_ends_by_itself(tmp_path: Path
 @pytest.mark.smollm2
 def test_a_worker_that_cannot_start_fails_the_demo_with_its_last_words(tmp_path: Path) -> None:
     with running_demo(tmp_path, step_ms=-1) as demo:
-        _, said = demo.communicate(timeout=60)
+        _, said = demo.communicate(timeout=240)
     assert demo.returncode == 1
     assert "FAILED: worker-" in said
     assert "simulated_step_ms" in said
@@ -176,7 +182,7 @@ def test_an_interrupted_demo_leaves_no_process_behind(
             if "worker-1 is ready" in line:
                 break
         os.kill(demo.pid, number)
-        _, rest = demo.communicate(timeout=60)
+        _, rest = demo.communicate(timeout=240)
     assert demo.returncode == 130
     assert "Traceback" not in rest
     assert left_behind(said) == []
