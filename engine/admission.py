@@ -1,20 +1,139 @@
 """What a request must be before the engine takes it, and the sequences it becomes.
 
-A request is refused as a whole and before anything is queued.
+A request is refused as a whole and before anything is queued. One with a grammar is opened only
+when that is compiled, and checked again then; until its sequences wait it is known here alone.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
+from dataclasses import replace
 
 import numpy as np
 
+from tokenfleet.engine.accounts import Accounts
+from tokenfleet.engine.compiling import Compiling
 from tokenfleet.engine.constraints import Constraint
 from tokenfleet.engine.errors import InvalidRequest
+from tokenfleet.engine.execution.loading import Vocabulary
 from tokenfleet.engine.request import EngineRequest
 from tokenfleet.engine.sampling_params import SamplingParams
+from tokenfleet.engine.scheduling.scheduler import Scheduler
 from tokenfleet.engine.scheduling.sequence import Sequence
+
+
+class Admission:
+    """Takes requests, and opens them in the accounts.
+
+    Args:
+        max_len: of a sequence: max_model_len.
+        compiling: where requests wait for their grammar.
+        seed: of the seeds that requests without one get; None = another each time.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        max_len: int,
+        *,
+        accounts: Accounts,
+        scheduler: Scheduler,
+        compiling: Compiling,
+        seed: int | None,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._max_len = max_len
+        self._accounts = accounts
+        self._scheduler = scheduler
+        self._compiling = compiling
+        self._arrivals = 0
+        self._random = random.Random(seed)
+
+    def add(self, request: EngineRequest) -> None:
+        """Open a request, or begin to compile its grammar.
+
+        Raises:
+            InvalidRequest: with a code and what to do; nothing was queued.
+        """
+        max_len = self._check(request)
+        if request.params.structured_outputs is None:
+            self._open(request, max_len)
+        else:
+            self._compiling.start(request)
+
+    def fork(
+        self, request_id: str, new_id: str, params: SamplingParams | None, choice: int
+    ) -> None:
+        """Take a request whose prompt is all tokens of a running one so far; see EngineCore.fork.
+
+        Raises:
+            InvalidRequest: `unknown_id` when the choice is not running; else as `add`.
+        """
+        source, parent = self._accounts.running_choice(request_id, choice)
+        request = replace(
+            source,
+            id=new_id,
+            prompt_token_ids=tuple(parent.tokens),
+            params=params or source.params,
+            resume=(),
+            ended=frozenset(),
+        )
+        max_len = self._check(request)
+        if params is None or params.structured_outputs is None:
+            self._open(request, max_len, parent.constraint if params is None else None, parent)
+        else:
+            self._compiling.start(request)
+
+    def open_compiled(self, *, idle: bool) -> None:
+        """Open the requests whose grammar is ready; wait a moment for one when idle."""
+        for request, constraint in self._compiling.ready(wait_for_one=idle):
+            try:
+                if isinstance(constraint, InvalidRequest):
+                    raise constraint
+                self._open(request, self._check(request), constraint)
+            except InvalidRequest as refusal:
+                self._accounts.refuse(request, refusal)
+
+    def cache_context(self, request: EngineRequest) -> int:
+        """Root of the prefixes that the request's sequences may share from now on."""
+        cache = self._scheduler.cache
+        if cache is None:
+            return 0
+        version = self._accounts.weights_version
+        return cache.context(weights_version=version, salt=request.cache_salt)
+
+    def _check(self, request: EngineRequest) -> int:
+        """Refuse a request, or tell the length at which its sequences end."""
+        if request.id in self._accounts or request.id in self._compiling:
+            raise InvalidRequest("duplicate_id", f"a request {request.id!r} is running already")
+        check_request(request, self._vocabulary.vocab_size, self._max_len)
+        max_len = longest(request, self._max_len, self._scheduler.num_pool_tokens)
+        self._scheduler.check_fits(max_len)
+        return max_len
+
+    def _open(
+        self,
+        request: EngineRequest,
+        max_len: int,
+        constraint: Constraint | None = None,
+        parent: Sequence | None = None,
+    ) -> None:
+        self._arrivals += 1
+        seed = request.params.seed
+        sequences = sequences_of(
+            request,
+            max_len=max_len,
+            arrival=self._arrivals,
+            seed=self._random.getrandbits(64) if seed is None else seed % 2**64,
+            ending=request.params.ending_tokens(self._vocabulary.eos_token_ids),
+            cache_context=self.cache_context(request),
+            constraint=constraint,
+        )
+        if parent is not None and sequences:
+            sequences[0].parent, sequences[0].shared_limit = parent, parent.num_done
+        self._accounts.open(request, sequences)
 
 
 def check_request(request: EngineRequest, vocab_size: int, max_len: int) -> None:
@@ -67,12 +186,6 @@ def longest(request: EngineRequest, max_len: int, pool_tokens: int) -> int:
     if wanted is None:
         return max(prompt, min(max_len, pool_tokens))
     return min(prompt + wanted, max_len)
-
-
-def ending_tokens(params: SamplingParams, eos_token_ids: Iterable[int]) -> frozenset[int]:
-    """Tokens that end an output: the caller's, and the model's unless ignored."""
-    own = frozenset(params.stop_token_ids)
-    return own if params.ignore_eos else own | frozenset(eos_token_ids)
 
 
 def sequences_of(

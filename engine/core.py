@@ -8,19 +8,17 @@ on.
 
 from __future__ import annotations
 
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import replace
 
 from tokenfleet.engine.accounts import Accounts
-from tokenfleet.engine.admission import check_request, ending_tokens, longest, sequences_of
+from tokenfleet.engine.admission import Admission
 from tokenfleet.engine.budget import Budget
 from tokenfleet.engine.compiling import Compiling
 from tokenfleet.engine.config import EngineConfig
-from tokenfleet.engine.constraints import Constraint, ConstraintCompiler
-from tokenfleet.engine.errors import InvalidRequest, InvariantBroken, WrongState
+from tokenfleet.engine.constraints import ConstraintCompiler
+from tokenfleet.engine.errors import InvariantBroken, WrongState
 from tokenfleet.engine.execution.flight import Flight, Timing
 from tokenfleet.engine.execution.loading import LoadedModel, load_model
 from tokenfleet.engine.execution.weights import NewWeights
@@ -33,7 +31,6 @@ from tokenfleet.engine.scheduling.limits import limits_of
 from tokenfleet.engine.scheduling.plan import StepPlan
 from tokenfleet.engine.scheduling.prefix_cache import PrefixCache
 from tokenfleet.engine.scheduling.scheduler import Scheduler
-from tokenfleet.engine.scheduling.sequence import Sequence
 from tokenfleet.engine.stats import StepStats
 
 __all__ = ["CoreEvent", "EngineCore", "EngineRequest"]
@@ -76,11 +73,15 @@ class EngineCore:
         self._ahead = int(model.overlap)
         """Steps that may be in flight when a step returns."""
         self._compiling = Compiling(compiler)
-        self._arrivals = 0
-        self._random = random.Random(config.seed)
+        self._admission = Admission(
+            model.spec,
+            model.max_len,
+            accounts=self._accounts,
+            scheduler=self.scheduler,
+            compiling=self._compiling,
+            seed=config.seed,
+        )
         self._budget = Budget(self.limits)
-        self.weights_version = 0
-        """Updates of the weights since the start."""
         self._asleep = False
         self._incomplete = False
 
@@ -90,6 +91,11 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether a step would do or report something."""
         return bool(self._accounts or self._compiling or self._flights)
+
+    @property
+    def weights_version(self) -> int:
+        """Updates of the weights since the start."""
+        return self._accounts.weights_version
 
     @property
     def free_slots(self) -> int:
@@ -104,11 +110,7 @@ class EngineCore:
             WrongState: the engine sleeps.
         """
         self._must_be_awake("take a request")
-        max_len = self._check(request)
-        if request.params.structured_outputs is None:
-            self._open(request, max_len)
-        else:
-            self._compiling.start(request)
+        self._admission.add(request)
 
     def fork(
         self, request_id: str, new_id: str, params: SamplingParams | None = None, choice: int = 0
@@ -120,20 +122,7 @@ class EngineCore:
         Raises:
             InvalidRequest: `unknown_id` when the choice is not running; else as `add`.
         """
-        source, parent = self._accounts.running_choice(request_id, choice)
-        request = replace(
-            source,
-            id=new_id,
-            prompt_token_ids=tuple(parent.tokens),
-            params=params or source.params,
-            resume=(),
-            ended=frozenset(),
-        )
-        max_len = self._check(request)
-        if params is None or params.structured_outputs is None:
-            self._open(request, max_len, parent.constraint if params is None else None, parent)
-        else:
-            self._compiling.start(request)
+        self._admission.fork(request_id, new_id, params, choice)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """End a request, or one choice of it, with finish_reason "cancelled" in the next step.
@@ -149,53 +138,6 @@ class EngineCore:
     def finish(self, request_id: str, choice: int) -> None:
         """End one choice without an event: a stop string was found in its text."""
         self._accounts.finish(request_id, choice)
-
-    def _check(self, request: EngineRequest) -> int:
-        """Refuse a request, or tell the length at which its sequences end."""
-        if request.id in self._accounts or request.id in self._compiling:
-            raise InvalidRequest("duplicate_id", f"a request {request.id!r} is running already")
-        check_request(request, self.spec.vocab_size, self.max_len)
-        pool_tokens = self.scheduler.pool.num_blocks * self.limits.block_size
-        max_len = longest(request, self.max_len, pool_tokens)
-        self.scheduler.check_fits(max_len)
-        return max_len
-
-    def _open(
-        self,
-        request: EngineRequest,
-        max_len: int,
-        constraint: Constraint | None = None,
-        parent: Sequence | None = None,
-    ) -> None:
-        self._arrivals += 1
-        seed = request.params.seed
-        sequences = sequences_of(
-            request,
-            max_len=max_len,
-            arrival=self._arrivals,
-            seed=self._random.getrandbits(64) if seed is None else seed % 2**64,
-            ending=ending_tokens(request.params, self.spec.eos_token_ids),
-            cache_context=self._cache_context(request),
-            constraint=constraint,
-        )
-        if parent is not None and sequences:
-            sequences[0].parent, sequences[0].shared_limit = parent, parent.num_done
-        self._accounts.open(request, sequences)
-
-    def _take_compiled(self, *, idle: bool) -> None:
-        """Open the requests whose grammar is ready; wait a moment for one when idle."""
-        for request, constraint in self._compiling.ready(wait_for_one=idle):
-            try:
-                if isinstance(constraint, InvalidRequest):
-                    raise constraint
-                self._open(request, self._check(request), constraint)
-            except InvalidRequest as refusal:
-                self._accounts.refuse(request, refusal)
-
-    def _cache_context(self, request: EngineRequest) -> int:
-        if self.cache is None:
-            return 0
-        return self.cache.context(weights_version=self.weights_version, salt=request.cache_salt)
 
     # -- one step --------------------------------------------------------------------------
 
@@ -221,7 +163,7 @@ class EngineCore:
     def _step(self) -> list[CoreEvent]:
         started = time.perf_counter()
         if self._compiling:
-            self._take_compiled(idle=not self._accounts)
+            self._admission.open_compiled(idle=not self._accounts)
         plan = self.scheduler.schedule()
         scheduled = time.perf_counter()
         timing = Timing()
@@ -278,11 +220,10 @@ class EngineCore:
         update.write()
         self._incomplete = False
         self._forget_kv()
-        self.weights_version += 1
-        self._accounts.weights_version = self.weights_version
+        self._accounts.weights_version += 1
         for request, sequences in self._accounts.requests():
             for sequence in sequences:
-                sequence.cache_context = self._cache_context(request)
+                sequence.cache_context = self._admission.cache_context(request)
         return self.weights_version
 
     def sleep(self) -> None:

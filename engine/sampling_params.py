@@ -5,7 +5,7 @@ A SamplingParams that exists is valid: whatever is out of range is refused when 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +95,11 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
         )
+
+    def ending_tokens(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
+        """Tokens that end an output: the caller's, and the model's unless ignored."""
+        own = frozenset(self.stop_token_ids)
+        return own if self.ignore_eos else own | frozenset(eos_token_ids)
 
 
 def _as_stops(stop: object) -> tuple[Any, ...]:

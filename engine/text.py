@@ -1,12 +1,11 @@
 """Between text and tokens: encoding, chat templates, and the text of a running output.
 
-Light on purpose: `tokenizers` reads tokenizer.json; transformers (for chat templates, and for
-models that have no tokenizer.json) is imported when first needed, and torch never.
+Light on purpose: transformers, which renders chat templates, is imported when first needed, and
+torch never.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -23,14 +22,13 @@ from tokenfleet.engine.detokenizer import (
     PieceTable,
     WindowDetokenizer,
 )
-from tokenfleet.engine.errors import CheckpointError, InvalidRequest, unreadable
+from tokenfleet.engine.errors import InvalidRequest
 from tokenfleet.engine.sampling_params import SamplingParams
 from tokenfleet.engine.stops import StopMatcher
+from tokenfleet.engine.tokenizer_files import TokenizerFiles
 
 # one text at a time has nothing to share, and its threads would not live through a fork
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
 class TextDelta(NamedTuple):
@@ -69,17 +67,13 @@ class TextCodec:
         Raises:
             CheckpointError: there is none, or a file of it cannot be read.
         """
-        path = Path(path)
-        try:
-            config = _read_json(path / "tokenizer_config.json")
-            return cls(
-                _load_tokenizer(path),
-                eos_token_ids=_eos_ids(path),
-                chat_template=_chat_template(path, config),
-                named_tokens=_named_tokens(config),
-            )
-        except (OSError, UnicodeDecodeError) as error:
-            raise unreadable(path, error) from error
+        files = TokenizerFiles.read(path)
+        return cls(
+            files.tokenizer,
+            eos_token_ids=files.eos_token_ids,
+            chat_template=files.chat_template,
+            named_tokens=files.named_tokens,
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -154,15 +148,12 @@ class TextCodec:
             detokenizer = WindowDetokenizer(self.tokenizer, skip_special_tokens=skip)
         else:
             detokenizer = ByteDetokenizer(pieces)
-        return TextStream(detokenizer, params, self._ending(params))
+        return TextStream(detokenizer, params, params.ending_tokens(self.eos_token_ids))
 
     def fork(self, stream: TextStream, params: SamplingParams | None) -> TextStream:
         """The text of an output that branches off from another's; see TextStream.fork."""
-        return stream.fork(params, self._ending(params) if params else frozenset())
-
-    def _ending(self, params: SamplingParams) -> frozenset[int]:
-        own = frozenset(params.stop_token_ids)
-        return own if params.ignore_eos else own | self.eos_token_ids
+        ending = params.ending_tokens(self.eos_token_ids) if params else frozenset[int]()
+        return stream.fork(params, ending)
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
@@ -252,63 +243,3 @@ class TextStream:
 
     def _ends(self, token_ids: Sequence[int]) -> bool:
         return bool(token_ids) and token_ids[-1] in self._ending
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON: {error}; copy the file again") from error
-    return content if isinstance(content, dict) else {}
-
-
-def _load_tokenizer(path: Path) -> Tokenizer:
-    file = path / "tokenizer.json"
-    try:
-        if file.is_file():
-            ready = Tokenizer.from_file(str(file))
-            ready.no_truncation()  # what a training script left in the file
-            ready.no_padding()
-            return ready
-        from transformers import AutoTokenizer
-
-        slow: Any = AutoTokenizer.from_pretrained(str(path))
-        tokenizer: Tokenizer = slow._tokenizer
-        return tokenizer
-    except Exception as error:  # both libraries raise bare Exceptions for bad files
-        raise CheckpointError(
-            f"{path} has no tokenizer that can be read ({error}); it needs tokenizer.json"
-        ) from error
-
-
-def _eos_ids(path: Path) -> frozenset[int]:
-    """EOS ids of generation_config.json, else of config.json."""
-    for name in ("generation_config.json", "config.json"):
-        eos = _read_json(path / name).get("eos_token_id")
-        if eos is not None:
-            return frozenset([eos] if isinstance(eos, int) else eos)
-    return frozenset()
-
-
-def _chat_template(path: Path, config: dict[str, Any]) -> str | None:
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
-
-
-def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Special tokens by the names that chat templates use."""
-    named = {}
-    for name in _NAMED_TOKENS:
-        token = config.get(name)
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str):
-            named[name] = text
-    return named

@@ -134,6 +134,11 @@ class Scheduler:
         return self.limits.max_num_seqs - len(self.running) - waiting
 
     @property
+    def num_pool_tokens(self) -> int:
+        """Tokens that all blocks together hold."""
+        return self.pool.num_blocks * self.limits.block_size
+
+    @property
     def num_cached_blocks(self) -> int:
         """Free blocks that hold a known prefix."""
         return self.pool.num_cached
