@@ -96,7 +96,7 @@ class Runs:
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(7200 if LONG else 120)
+@pytest.mark.timeout(7200 if LONG else 300)
 async def test_killed_again_and_again_every_line_is_answered_once(
     requests: Callable[..., Path], tmp_path: Path, byte_tokenizer: Path
 ) -> None:

@@ -41,7 +41,7 @@ def asked(number: int, tools: Any) -> dict[str, Any]:
 
 
 @pytest.mark.smollm2
-@pytest.mark.timeout(3600 if LONG else 120)
+@pytest.mark.timeout(3600 if LONG else 300)
 async def test_a_real_model_answers_every_line(
     requests: Callable[..., Path], tmp_path: Path, tools: Any, outcome: Any
 ) -> None:

@@ -206,7 +206,7 @@ def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "tokenfleet.worker.commands.cli", "bench", *arguments],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
     )
 

@@ -33,7 +33,7 @@ def tool(name: str) -> str:
 
 def run(*arguments: str | Path) -> str:
     done = subprocess.run(
-        [str(a) for a in arguments], capture_output=True, text=True, timeout=100, check=False
+        [str(a) for a in arguments], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -69,7 +69,7 @@ class Fleet:
 
     def __init__(self, server: EmbeddedServer, model: Path, logs: Path, **settings: Any) -> None:
         self.server = server
-        self.client = AsyncClient(server.url, connect_timeout_s=20.0)
+        self.client = AsyncClient(server.url, connect_timeout_s=240.0)
         self.random = random.Random(20261130)
         self._model = model
         self._logs = logs
@@ -116,7 +116,7 @@ class Fleet:
         followed = [Followed(job) for job in jobs]
         await asyncio.gather(*(one.follow() for one in followed))
         for one in followed:
-            one.check(await one.job.result(timeout_s=60.0))
+            one.check(await one.job.result(timeout_s=240))
         return followed
 
     def log(self, worker: WorkerProcess) -> list[dict[str, Any]]:

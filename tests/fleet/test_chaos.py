@@ -243,7 +243,7 @@ async def test_workers_share_a_fixed_set_in_proportion(fleet, tools) -> None:
         await asyncio.gather(*(worker.start() for worker in workers))
         await asyncio.gather(*(worker.ready() for worker in workers))
         jobs = [await fleet.submit(f"{i}", 20) for i in range(8 * most)]
-        await asyncio.gather(*(job.result(timeout_s=100) for job in jobs))
+        await asyncio.gather(*(job.result(timeout_s=240) for job in jobs))
         steps = [await worker.metric(f"{semconv.STEPS}_total") for worker in workers]
         await asyncio.gather(*(worker.stop(10.0) for worker in workers))
         return max(steps)

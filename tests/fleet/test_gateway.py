@@ -46,7 +46,7 @@ async def test_a_real_engine_answers_over_http_as_it_answers_the_client(model_fl
         prompt_token_ids=prompt,
         sampling=SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=2),
     )
-    expected = await job.result(timeout_s=60)
+    expected = await job.result(timeout_s=240)
     asked: dict[str, Any] = {"model": "m", "prompt": prompt, "temperature": 0, "max_tokens": 12}
     more = {"ignore_eos": True}
     async with gateway(model_fleet.server.url) as client:

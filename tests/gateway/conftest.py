@@ -80,7 +80,7 @@ class Process:
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
-            return self.process.wait(timeout=30)
+            return self.process.wait(timeout=240)
         finally:
             self.process.kill()
 
@@ -233,7 +233,7 @@ def openai_client(gateway: GatewayProcess) -> Iterator[OpenAI]:
 def http(gateway: GatewayProcess) -> Iterator[httpx.Client]:
     """Plain HTTP, as alice."""
     headers = {"authorization": f"Bearer {gateway.key}"}
-    with httpx.Client(base_url=gateway.url, headers=headers, timeout=30) as client:
+    with httpx.Client(base_url=gateway.url, headers=headers, timeout=240) as client:
         yield client
 
 
@@ -241,7 +241,7 @@ def http(gateway: GatewayProcess) -> Iterator[httpx.Client]:
 async def web(gateway: Any) -> AsyncIterator[httpx.AsyncClient]:
     """Plain HTTP, as alice."""
     headers = {"authorization": f"Bearer {gateway.key}"}
-    async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=240) as client:
         yield client
 
 

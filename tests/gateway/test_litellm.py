@@ -64,7 +64,7 @@ def test_litellm_calls_streams_and_routes_to_it(gateway: Any, worker: Any) -> No
         [sys.executable, "-c", SCRIPT],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=240,
         check=False,
         env=environment,
     )

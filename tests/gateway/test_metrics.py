@@ -29,7 +29,7 @@ def counted(gateway: Any, keys: Any) -> Callable[..., float]:
 
     def read(name: str, **labels: str) -> float:
         headers = {"authorization": f"Bearer {keys.operator}"}
-        page = httpx.get(f"{gateway.url}/metrics", headers=headers, timeout=30)
+        page = httpx.get(f"{gateway.url}/metrics", headers=headers, timeout=240)
         assert page.status_code == 200
         for family in plain(page.text):
             for sample in family.samples:
@@ -37,6 +37,7 @@ def counted(gateway: Any, keys: Any) -> Callable[..., float]:
                     return sample.value
         return 0.0
 
+    until(lambda: read("requests_running") == 1)  # what other tests began has been counted
     return read
 
 
@@ -105,8 +106,8 @@ def test_a_client_that_goes_before_its_answer_is_counted_too(
 ) -> None:
     gone = counted("readers_gone_total")
     left = counted("requests_total", route=COMPLETIONS, status="499")
-    with pytest.raises(httpx.ReadTimeout):
-        http.post(COMPLETIONS, json=body(max_tokens=8000), timeout=0.5)
+    with pytest.raises(httpx.ReadTimeout):  # having sent all of it
+        http.post(COMPLETIONS, json=body(max_tokens=8000), timeout=httpx.Timeout(240, read=0.5))
     until(lambda: counted("readers_gone_total") == gone + 1)
     assert counted("requests_total", route=COMPLETIONS, status="499") == left + 1
 
@@ -128,13 +129,13 @@ def test_a_client_that_goes_in_the_middle_of_its_body_is_no_fault_of_ours(
 def test_only_a_key_that_may_see_the_fleet_sees_its_figures(
     gateway: Any, keys: Any, make_gateway: Callable[..., Any]
 ) -> None:
-    with httpx.Client(base_url=gateway.url, timeout=30) as web:
+    with httpx.Client(base_url=gateway.url, timeout=240) as web:
         assert web.get("/metrics").status_code == 401
         alice = {"authorization": f"Bearer {keys.alice}"}
         assert web.get("/metrics", headers=alice).status_code == 403
         assert web.get("/metrics", auth=("any", keys.operator)).status_code == 200
     off = make_gateway("--metrics", "off")
-    assert httpx.get(f"{off.url}/metrics", timeout=30).status_code == 404
+    assert httpx.get(f"{off.url}/metrics", timeout=240).status_code == 404
 
 
 def test_figures_come_in_either_format_and_without_a_key_where_the_settings_say_so(
@@ -142,7 +143,7 @@ def test_figures_come_in_either_format_and_without_a_key_where_the_settings_say_
 ) -> None:
     gateway = make_gateway("--metrics", "open", "--keys-file", str(keys.path))
     for accept, parse in (("", plain), ("application/openmetrics-text;version=1.0.0", openmetrics)):
-        page = httpx.get(f"{gateway.url}/metrics", headers={"accept": accept}, timeout=30)
+        page = httpx.get(f"{gateway.url}/metrics", headers={"accept": accept}, timeout=240)
         families = {family.name: family.type for family in parse(page.text)}
         assert families["tokenfleet_gateway_first_token_added_seconds"] == "histogram"
         assert "tokenfleet_gateway_requests" in families

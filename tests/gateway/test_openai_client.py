@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
@@ -199,7 +200,7 @@ class TestSync:
     def test_a_timeout_of_the_client_ends_the_job(
         self, openai_client: OpenAI, gateway: Any
     ) -> None:
-        hasty = openai_client.with_options(timeout=0.3)
+        hasty = openai_client.with_options(timeout=httpx.Timeout(240, read=0.3))
         with pytest.raises(openai.APITimeoutError):
             hasty.chat.completions.create(model="m", messages=SAYS, max_tokens=8000)
         assert gateway.said("request", error="client_closed", status=499)

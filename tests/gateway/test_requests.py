@@ -46,7 +46,7 @@ async def asked_for(fleet: AsyncClient, answer: httpx.Response, *names: str) -> 
 
 
 def test_nobody_is_asked_for_nothing_but_a_key(gateway: Any) -> None:
-    with httpx.Client(base_url=gateway.url, timeout=30) as web:
+    with httpx.Client(base_url=gateway.url, timeout=240) as web:
         for headers in ({}, {"authorization": "Bearer x"}, {"authorization": "Basic eDp5"}):
             answer = web.post(URL, json=body(), headers=headers)
             assert code_of(answer) == (401, "invalid_api_key")

@@ -175,7 +175,7 @@ async def test_trouble_is_shown_and_what_was_seen_before_stays() -> None:
 async def viewer(gateway: Any, keys: Any) -> AsyncIterator[httpx.AsyncClient]:
     """The operator's browser."""
     auth = ("anyone", keys.operator)
-    async with httpx.AsyncClient(base_url=gateway.url, auth=auth, timeout=30) as viewer:
+    async with httpx.AsyncClient(base_url=gateway.url, auth=auth, timeout=240) as viewer:
         yield viewer
 
 
@@ -201,7 +201,7 @@ async def test_the_page_stands_alone_and_runs_its_own_script_only(
 
 def test_the_page_is_for_keys_that_may_see_it(gateway: Any, keys: Any) -> None:
     bearer = {"authorization": f"Bearer {keys.operator}"}
-    with httpx.Client(base_url=gateway.url, timeout=30) as web:
+    with httpx.Client(base_url=gateway.url, timeout=240) as web:
         for path in ("/status", "/status/fragment", "/status/data"):
             asked = web.get(path)
             assert asked.status_code == 401
@@ -221,7 +221,7 @@ async def test_the_data_names_the_fleet_and_the_jobs_but_none_of_their_words(
         worker_id="shower",
         lease_s=30.0,
     )
-    await queue.heartbeat({"host": HOSTILE, "slots": 3})
+    await queue.heartbeat({"host": HOSTILE, "slots": 3}, ttl_s=3600.0)
     while True:
         found = (await viewer.get("/status/data")).json()
         lines = {line["worker"]: line for line in (found["status"] or {"workers": []})["workers"]}

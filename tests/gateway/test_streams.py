@@ -171,7 +171,7 @@ async def test_a_waiting_job_is_cancelled_when_whoever_asked_has_gone(
     hand: Hand, gateway: Any, gateway_server: EmbeddedServer, *, stream: bool
 ) -> None:
     async with httpx.AsyncClient(
-        base_url=gateway.url, headers={"authorization": f"Bearer {gateway.key}"}, timeout=60
+        base_url=gateway.url, headers={"authorization": f"Bearer {gateway.key}"}, timeout=240
     ) as web:
         asking = asyncio.create_task(web.post("/v1/completions", json=asked(hand, stream=stream)))
         (job_id,) = await hand.until(lambda: _waiting(hand))
@@ -297,7 +297,7 @@ async def test_a_silent_stream_is_kept_open_by_comments(
 ) -> None:
     gateway = make_gateway("--keep-alive-s", "0.05")
     async with (
-        httpx.AsyncClient(base_url=gateway.url, timeout=60) as web,
+        httpx.AsyncClient(base_url=gateway.url, timeout=240) as web,
         web.stream("POST", "/v1/completions", json=asked(hand)) as answer,
     ):
         job = await hand.claim()

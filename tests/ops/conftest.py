@@ -93,7 +93,7 @@ def promtool() -> Callable[..., str]:
 
     def run(*arguments: str | Path) -> str:
         done = subprocess.run(
-            [found, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False
+            [found, *map(str, arguments)], capture_output=True, text=True, timeout=240, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

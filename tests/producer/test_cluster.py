@@ -52,7 +52,7 @@ async def test_the_life_of_many_jobs_over_all_partitions(cluster):
         queue = JobQueue(cluster, namespace="life", model_name="m", worker_id="w1", lease_s=30.0)
         other = JobQueue(cluster, namespace="life", model_name="m", worker_id="w2", lease_s=30.0)
         await queue.ensure()
-        await queue.heartbeat({"slots": 64})
+        await queue.heartbeat({"slots": 64}, ttl_s=3600.0)
         jobs = await client.submit_many([{"model": "m", "prompt": "x"}] * 48)
         assert len({job.id.rpartition(".")[2] for job in jobs}) == 16
         streams = [asyncio.create_task(_collect(job)) for job in jobs]

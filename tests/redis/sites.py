@@ -124,7 +124,7 @@ class Site:
         self.namespace = namespace or f"s{next(_numbers)}"
         self.connection = Connection(our_url or url, namespace=self.namespace)
         self.client = AsyncClient(
-            self.url, namespace=self.namespace, connect_timeout_s=30.0, silence_s=0.5
+            self.url, namespace=self.namespace, connect_timeout_s=240.0, silence_s=0.5
         )
         self._model = model
         self._stack = AsyncExitStack()
@@ -161,7 +161,7 @@ class Site:
     async def follow(self, job: AsyncJob) -> list[Event]:
         """To the end, checked against the result."""
         events = [event async for event in job.stream()]
-        check_stream(events, await job.result(timeout_s=60.0))
+        check_stream(events, await job.result(timeout_s=240))
         return events
 
     async def pending(self) -> int:

@@ -34,7 +34,7 @@ def ran(code: str, redis_url: str) -> str:
         [sys.executable, "-c", code.replace(URL, redis_url)],
         capture_output=True,
         text=True,
-        timeout=80,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -68,7 +68,7 @@ def redis_url() -> Iterator[str]:
         )
         yield server.url
         worker.send_signal(signal.SIGTERM)
-        assert worker.wait(timeout=30) == 0
+        assert worker.wait(timeout=240) == 0
 
 
 @pytest.mark.smollm2
@@ -108,7 +108,7 @@ def test_the_code_for_openais_client_runs_as_written(redis_url: str) -> None:
             [sys.executable, "-c", code.replace(":8000/", f":{port}/")],
             capture_output=True,
             text=True,
-            timeout=80,
+            timeout=240,
             check=False,
         )
     finally:

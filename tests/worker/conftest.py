@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.metrics.v1 import (
 )
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-WAIT_S = 20.0
+WAIT_S = 240.0
 
 
 class Received:

@@ -10,7 +10,7 @@ import pytest
 
 from tokenfleet.worker.observing.exporters import QUEUE_SPANS, ExportConfig, Exporters
 
-WAIT_S = 20.0
+WAIT_S = 240.0
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])

@@ -35,12 +35,12 @@ async def test_the_worker_of_a_running_job_hears_of_the_cancel_three_ways(lab):
     (job,) = await queue.claim(1)
     async with lab.raw.pubsub() as ear:
         await ear.subscribe(lab.keys.control("w1"))
-        await ear.get_message(timeout=60)
+        await ear.get_message(timeout=240)
         assert await lab.client().job(job_id).cancel() == "running"
-        told = (await ear.get_message(timeout=60))["data"]
+        told = (await ear.get_message(timeout=240))["data"]
         outcome = await queue.emit([lab.emission(job, 0, lab.token(0))])
         await queue.renew([job])
-        told_again = (await ear.get_message(timeout=60))["data"]
+        told_again = (await ear.get_message(timeout=240))["data"]
     assert told == told_again == f"cancel {job_id} 1".encode()
     assert outcome.cancelled == {job_id}
     assert await queue.finish(job, [], None, state="cancelled")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -52,11 +53,15 @@ def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Commands:
-    """Runs commands to their end, each in a fork of a process that has imported all there is."""
+    """Runs commands to their end, each in a fork of a process that has imported all there is.
+
+    An answer names its command: one that comes when its test has ended is no other test's.
+    """
 
     def __init__(self) -> None:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._line.settimeout(60)
+        self._line.settimeout(240)
+        self._numbers = itertools.count()
         script = Path(__file__).with_name("forked.py")
         with theirs:
             self._process = subprocess.Popen(
@@ -64,13 +69,16 @@ class Commands:
             )
 
     def run(self, arguments: Sequence[str], environment: dict[str, str], stdin: str) -> Completed:
-        asked = {"arguments": arguments, "environment": environment}
+        number = next(self._numbers)
+        asked = {"number": number, "arguments": arguments, "environment": environment}
         with TemporaryFile() as given, TemporaryFile() as out, TemporaryFile() as err:
             given.write(stdin.encode(errors="surrogateescape"))  # a lone surrogate is no text
             given.seek(0)
             streams = [file.fileno() for file in (given, out, err)]
             socket.send_fds(self._line, [json.dumps(asked).encode()], streams)
-            code = int(self._line.recv(16))
+            answered = -1
+            while answered != number:
+                answered, code = map(int, self._line.recv(64).split())
             said = []
             for file in (out, err):
                 file.seek(0)
@@ -79,7 +87,7 @@ class Commands:
 
     def close(self) -> None:
         self._line.close()
-        assert self._process.wait(timeout=30) == 0
+        assert self._process.wait(timeout=240) == 0
 
 
 @pytest.fixture(scope="session")
@@ -148,5 +156,5 @@ def echo(byte_tokenizer: Path, commands: Commands) -> Iterator[Echo]:
 
         yield Echo(server, process, commands)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=30)
+        process.communicate(timeout=240)
         assert process.returncode == 0, "a worker that is asked to end exits with 0"

@@ -1,7 +1,7 @@
 """Runs `tokenfleet` commands as processes of their own that need not import everything anew.
 
 Started as a script with a socket as its standard input. Each message is a command line and an
-environment, with the three standard streams of the command; the answer is its exit code.
+environment, with the three standard streams of the command; the answer is its number and exit code.
 
 Invariant: a command runs in a fork of a process that has run none.
 """
@@ -24,17 +24,18 @@ def serve(line: socket.socket) -> dict[str, Any] | None:
         message, streams, _, _ = socket.recv_fds(line, MESSAGE_BYTES, 3)
         if not message:
             return None
+        asked = dict(json.loads(message))
         child = os.fork()
         if child == 0:
             line.close()
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
                 os.close(stream)
-            return dict(json.loads(message))
+            return asked
         for stream in streams:
             os.close(stream)
         _, status = os.waitpid(child, 0)
-        line.send(str(os.waitstatus_to_exitcode(status)).encode())
+        line.send(f"{asked['number']} {os.waitstatus_to_exitcode(status)}".encode())
 
 
 def main() -> None:

@@ -182,7 +182,7 @@ def test_interrupting_a_stream_says_how_to_go_on_and_does_not_end_the_job(echo: 
     assert follower.stdout is not None
     assert follower.stdout.read(3) == b"abc"
     follower.send_signal(signal.SIGINT)
-    _, said = follower.communicate(timeout=30)
+    _, said = follower.communicate(timeout=240)
     assert follower.returncode == 130
     job_id = said.decode().split()[1]
     assert f"tokenfleet stream {job_id} --from-offset" in said.decode()
@@ -196,7 +196,7 @@ def test_who_waits_for_a_model_that_nobody_serves_is_told_so(echo: Any) -> None:
     said = waiting.stderr.readline().decode()
     assert "no live worker serves 'smolm2' (served: echo)" in said
     echo.run("cancel", job_id)
-    waiting.communicate(timeout=30)
+    waiting.communicate(timeout=240)
     assert waiting.returncode == 1
 
 
@@ -210,7 +210,7 @@ def test_a_prompt_that_is_no_text_is_refused(echo: Any) -> None:
 def test_output_that_cannot_be_written_is_exit_code_2(echo: Any, words: tuple[str, ...]) -> None:
     with Path("/dev/full").open("w") as full:
         writer = echo.start(*words, stdout=full.fileno())
-        _, said = writer.communicate(timeout=30)
+        _, said = writer.communicate(timeout=240)
     assert writer.returncode == 2, said
     assert b"No space left" in said
     assert b"Traceback" not in said
@@ -222,7 +222,7 @@ def test_a_reader_that_has_left_before_a_list_is_no_error(echo: Any, words: Any)
     os.close(reading)
     writer = echo.start(*words, stdout=writing)
     os.close(writing)
-    _, said = writer.communicate(timeout=30)
+    _, said = writer.communicate(timeout=240)
     assert (writer.returncode, b"Traceback" in said) == (0, False)
 
 
@@ -233,6 +233,6 @@ def test_a_reader_that_leaves_is_no_error(echo: Any) -> None:
     os.close(writing)
     os.read(reading, 1)
     os.close(reading)
-    _, said = writer.communicate(timeout=30)
+    _, said = writer.communicate(timeout=240)
     assert writer.returncode == 0
     assert b"Traceback" not in said

@@ -26,7 +26,8 @@ async def flags(valkey_lab: Any) -> list[str]:
     lab = valkey_lab
     queue = await lab.queue()
     await queue.heartbeat(
-        {"slots": 8, "running": 1, "tokens_per_s": 41.5, "kv_usage": 0.25, "engine": "ready"}
+        {"slots": 8, "running": 1, "tokens_per_s": 41.5, "kv_usage": 0.25, "engine": "ready"},
+        ttl_s=3600.0,
     )
     for _ in range(3):
         await lab.submit()
@@ -59,7 +60,7 @@ def test_json_is_one_line_a_look_until_the_reader_goes(flags: list[str]) -> None
         assert process.stdout is not None
         looks = [json.loads(process.stdout.readline()) for _ in range(3)]
         process.stdout.close()
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=240) == 0
     for look in looks:
         assert look["workers"][0]["kv_usage"] == 0.25
         assert look["total"] == {"tokens_per_s": 41.5, "running": 1, "waiting": 2, "slots": 8}
@@ -78,7 +79,7 @@ def test_a_terminal_is_drawn_again_and_again_and_left_as_it_was(flags: list[str]
         seen = read_until(ours, lambda text: text.count(b"w1") >= 3)
         process.send_signal(signal.SIGINT)
         seen += read_until(ours, lambda text: b"\x1b[?1049l" in text)
-        assert process.wait(timeout=30) == 130
+        assert process.wait(timeout=240) == 130
     finally:
         process.kill()
         process.wait()

@@ -65,7 +65,7 @@ async def test_a_jobs_trace_goes_from_the_producer_to_its_last_token(
                     sampling=SamplingParams(max_tokens=5),
                 )
                 sender = trace.get_current_span().get_span_context().span_id
-            await job.result(timeout_s=30)
+            await job.result(timeout_s=240)
         assert await worker.stop() == 0
     spans = received.next_spans()
     process, chat = spans["process echo:default"], spans["chat echo"]
@@ -92,7 +92,7 @@ with trace.get_tracer("backend").start_as_current_span("handle") as span:
             model="echo", messages=[{"role": "user", "content": "hi"}], priority="interactive",
             sampling=SamplingParams(max_tokens=5, temperature=0.5, top_p=0.9, seed=7),
         )
-        job.result(timeout_s=60)
+        job.result(timeout_s=240)
 print(job.id, f"{span.get_span_context().trace_id:032x}")
 assert exporters.shutdown(20)
 """
@@ -177,7 +177,7 @@ def scraped(port: int) -> str:
         f"http://127.0.0.1:{port}/metrics",
         headers={"Accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"},
     )
-    with urllib.request.urlopen(request, timeout=20) as reply:
+    with urllib.request.urlopen(request, timeout=240) as reply:
         return str(reply.read().decode())
 
 
@@ -191,7 +191,7 @@ async def test_the_jobs_of_a_batch_link_to_their_producer(
             with a_request("handle") as trace_id:
                 one = {"model": "echo", "prompt": "hi", "sampling": SamplingParams(max_tokens=2)}
                 (job,) = await client.submit_many([one])
-            await job.result(timeout_s=30)
+            await job.result(timeout_s=240)
         assert await worker.stop() == 0
     process = grpc_receiver.next_spans()["process echo:default"]
     assert process.trace_id.hex() != trace_id
@@ -211,5 +211,5 @@ async def test_a_worker_with_a_dead_collector_serves_and_ends_as_ever(
                 {"model": "echo", "prompt": "hi", "sampling": sampling} for _ in range(20)
             )
             for job in jobs:
-                assert (await job.result(timeout_s=60)).usage.completion_tokens == 200
+                assert (await job.result(timeout_s=240)).usage.completion_tokens == 200
         assert await worker.stop(patience_s=30.0) == 0, "it ended by itself, and not by SIGKILL"

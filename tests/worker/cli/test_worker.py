@@ -99,7 +99,7 @@ def test_an_embedded_worker_serves_and_takes_its_server_with_it(
     )
     assert (done.returncode, done.stdout) == (0, "abab\n")
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=240)
     assert process.returncode == 0
     assert run("queue", "list", "--redis-url", url).returncode == 3, "nobody listens any more"
 
