@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test chaos kernels-long check bench-peers lint types layers format clean
+.PHONY: demo test test-again chaos kernels-long check bench-peers lint types layers format clean
 .DELETE_ON_ERROR:
 
 $(STAMP): pyproject.toml deploy/constraints.txt
@@ -22,6 +22,12 @@ demo: $(STAMP)  ## two workers, a kill in the middle, streams without a gap
 test: export OMP_NUM_THREADS = 1  # a test for each core: more threads would only wait for each other
 test: $(STAMP)  ## the whole suite; one process more than the two cores of CI, for tests that wait
 	$(BIN)/python -m pytest -n 3 --dist loadgroup
+
+FAILED := .pytest_cache/v/cache/lastfailed
+test-again: $(STAMP)  ## the one to three tests that failed last, alone; fails where one fails again
+	@echo "failed, and run once more:"; cat $(FAILED)
+	test $$(grep -c ': true' $(FAILED)) -le 3
+	$(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none
 
 chaos: export TOKENFLEET_CHAOS = long
 chaos: export OMP_NUM_THREADS = 1
