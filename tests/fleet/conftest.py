@@ -7,6 +7,7 @@ their output is known without asking anyone. `model_fleet` runs a tiny random Ll
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -173,6 +174,14 @@ def engine_pid(worker: WorkerProcess) -> int:
     raise LookupError(f"worker {worker.pid} has no engine process")
 
 
+async def engine_of(worker: WorkerProcess) -> int:
+    """The engine process of a worker; that of the next one, where it is just being replaced."""
+    while True:
+        with contextlib.suppress(LookupError, FileNotFoundError):
+            return engine_pid(worker)
+        await asyncio.sleep(0.02)
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
     try:
@@ -198,7 +207,12 @@ def tools() -> Any:
     from types import SimpleNamespace
 
     return SimpleNamespace(
-        engine_pid=engine_pid, alive=alive, maps=maps, repeated=repeated, long=LONG
+        engine_pid=engine_pid,
+        engine_of=engine_of,
+        alive=alive,
+        maps=maps,
+        repeated=repeated,
+        long=LONG,
     )
 
 

@@ -23,35 +23,40 @@ async def test_a_worker_streams_jobs_and_its_own_process_never_loads_torch(
     assert "libtorch" in tools.maps(tools.engine_pid(worker))
     ready = await model_fleet.said(worker, "worker_ready")
     assert {"imports_s", "engine_imports_s", "model_s", "registered_s", "total_s"} <= ready.keys()
-    assert await worker.stop(20.0) == 0
+    assert await worker.stop(240.0) == 0
 
 
 async def test_sigterm_with_a_long_grace_finishes_what_runs_and_takes_nothing_new(
     fleet, until, tools
 ) -> None:
-    worker = await fleet.start(max_num_seqs=4, prefetch=2, grace_s=60, lease_s=30)
-    jobs = [await fleet.submit(f"job {i} ", 200) for i in range(10)]
-    await until(lambda: _offset(jobs[3]))
+    worker = await fleet.start(max_num_seqs=4, prefetch=2, grace_s=240, lease_s=60)
     engine = tools.engine_pid(worker)
-    assert await worker.stop(60.0) == 0
+    jobs = [await fleet.submit(f"job {i} ", 400) for i in range(10)]
+    await until(lambda: _offset(jobs[3]))
+    os.kill(engine, signal.SIGSTOP)  # no job ends while the worker hears of its own end
+    os.kill(worker.pid, signal.SIGTERM)
+    await fleet.said(worker, "draining")
+    await until(lambda: _holds(fleet, worker, 4))
+    os.kill(engine, signal.SIGCONT)
+    assert await worker.ended() == 0
     states = [(await job.status()).state for job in jobs]
     assert states == ["finished"] * 4 + ["waiting"] * 6
     assert await fleet.pending() == 0
     assert not tools.alive(engine)
     await fleet.start()
     for followed, number in zip(await fleet.follow(*jobs), range(10)):
-        assert followed.text == tools.repeated(f"job {number} ", 200)
+        assert followed.text == tools.repeated(f"job {number} ", 400)
 
 
 async def test_sigterm_with_a_short_grace_hands_over_and_no_token_is_made_twice(
     fleet, until, tools
 ) -> None:
-    first = await fleet.start(grace_s=0, lease_s=30)
-    second = fleet.spawn(lease_s=30)
+    first = await fleet.start(grace_s=0, lease_s=60, simulated_step_ms=25)
+    second = fleet.spawn(lease_s=60)
     jobs = [await fleet.submit(f"job {i} ", 600) for i in range(8)]
     await until(lambda: _offset(jobs[-1]))
     await second.start()
-    assert await first.stop(20.0) == 0
+    assert await first.stop(240.0) == 0
     for number, followed in enumerate(await fleet.follow(*jobs)):
         assert followed.text == tools.repeated(f"job {number} ", 600)
         assert followed.events[-1].attempt == 2
@@ -64,7 +69,7 @@ async def test_a_second_sigterm_hands_over_at_once(fleet, until) -> None:
     await until(lambda: _offset(job))
     os.kill(worker.pid, signal.SIGTERM)
     await fleet.said(worker, "draining")
-    assert await worker.stop(20.0) == 0
+    assert await worker.stop(240.0) == 0
     assert (await job.status()).state == "waiting"
 
 
@@ -157,6 +162,10 @@ async def test_a_model_that_cannot_be_served_ends_the_start_by_name(
 
 async def _offset(job) -> bool:
     return (await job.status()).offset > 0
+
+
+async def _holds(fleet, worker, count: int) -> bool:
+    return await fleet.held(worker) == count
 
 
 async def _state(job, state: str) -> bool:

@@ -11,7 +11,7 @@ from tokenfleet.worker.demo.worker_process import WorkerProcess
 DECODED, PREFILLED = f"{semconv.DECODE_TOKENS}_total", f"{semconv.PREFILL_TOKENS}_total"
 
 
-TRIES = 3
+TRIES = 6
 """A machine that holds a process up between its last flush and the kill makes the tail longer, and
 one that holds the test up lets the job end before its kill: neither says anything of the worker."""
 
