@@ -20,6 +20,7 @@ from tokenfleet.engine.errors import InvalidRequest
 from tokenfleet.engine.execution.loading import Vocabulary
 from tokenfleet.engine.request import EngineRequest
 from tokenfleet.engine.sampling_params import SamplingParams
+from tokenfleet.engine.scheduling.limits import Limits
 from tokenfleet.engine.scheduling.scheduler import Scheduler
 from tokenfleet.engine.scheduling.sequence import Sequence
 
@@ -109,8 +110,9 @@ class Admission:
         if request.id in self._accounts or request.id in self._compiling:
             raise InvalidRequest("duplicate_id", f"a request {request.id!r} is running already")
         check_request(request, self._vocabulary.vocab_size, self._max_len)
-        max_len = longest(request, self._max_len, self._scheduler.num_pool_tokens)
-        self._scheduler.check_fits(max_len)
+        num_blocks, limits = self._scheduler.pool.num_blocks, self._scheduler.limits
+        max_len = longest(request, self._max_len, num_blocks * limits.block_size)
+        check_fits(max_len, limits, num_blocks)
         return max_len
 
     def _open(
@@ -175,6 +177,21 @@ def check_request(request: EngineRequest, vocab_size: int, max_len: int) -> None
                 f"resume has an output of {len(output)} tokens, more than max_tokens or "
                 f"max_model_len allow",
             )
+
+
+def check_fits(max_len: int, limits: Limits, num_blocks: int) -> None:
+    """Refuse a sequence that could never run to its end, however few run beside it.
+
+    Raises:
+        InvalidRequest: `never_fits`.
+    """
+    needed = limits.blocks_for(max_len)
+    if needed > num_blocks:
+        raise InvalidRequest(
+            "never_fits",
+            f"{max_len} tokens (prompt plus max_tokens) need {needed} KV blocks and the engine "
+            f"has {num_blocks}; lower max_tokens or start it with more num_blocks",
+        )
 
 
 def longest(request: EngineRequest, max_len: int, pool_tokens: int) -> int:

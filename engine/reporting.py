@@ -60,7 +60,7 @@ class Reporter:
         stats.waiting = scheduler.waiting.num_waiting + scheduler.waiting.num_held
         stats.preemptions_total = scheduler.preemptions
         stats.blocks_used = scheduler.pool.num_used
-        stats.blocks_cached = scheduler.num_cached_blocks
+        stats.blocks_cached = scheduler.pool.num_cached
         stats.blocks_needed = scheduler.num_needed_blocks
         stats.cache_queries_total = scheduler.cache_queries
         stats.cache_hits_total = scheduler.cache_hits

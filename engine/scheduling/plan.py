@@ -1,4 +1,4 @@
-"""What the scheduler decided for one step; read by the batch builder, changed by nobody."""
+"""What the scheduler decided for one step; read by the batch builder, changed by nobody else."""
 
 from __future__ import annotations
 
@@ -46,3 +46,15 @@ class StepPlan:
     def work(self) -> list[Chunk]:
         """All chunks in batch order."""
         return self.decodes + self.chunks if self.chunks else self.decodes
+
+    def drop(self, victim: Sequence) -> None:
+        """Take out the work of a sequence that was preempted while the plan was made."""
+        dropped = [chunk for chunk in self.work if chunk.sequence is victim]
+        for chunk in dropped:
+            (self.decodes if chunk.count == 1 else self.chunks).remove(chunk)
+            self.num_tokens -= chunk.count
+            victim.num_computed -= chunk.count
+            victim.num_known -= chunk.samples
+        own = set(victim.block_table)
+        self.grown = [entry for entry in self.grown if entry[0] is not victim]
+        self.copies = [pair for pair in self.copies if pair[1] not in own]

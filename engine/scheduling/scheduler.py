@@ -23,8 +23,9 @@ from __future__ import annotations
 
 from bisect import insort
 
-from tokenfleet.engine.errors import InvalidRequest, InvariantBroken
+from tokenfleet.engine.errors import InvariantBroken
 from tokenfleet.engine.scheduling.block_pool import BlockPool
+from tokenfleet.engine.scheduling.block_tables import BlockTables
 from tokenfleet.engine.scheduling.limits import Limits
 from tokenfleet.engine.scheduling.plan import Chunk, StepPlan
 from tokenfleet.engine.scheduling.prefix_cache import PrefixCache
@@ -47,6 +48,7 @@ class Scheduler:
         self.pool = pool
         self.cache = cache
         self._prefixes = Prefixes(limits, cache)
+        self._tables = BlockTables(limits, pool)
         self.running: list[Sequence] = []
         self.waiting = WaitingQueue()
         self.free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
@@ -60,20 +62,6 @@ class Scheduler:
         self.preemptions = 0
 
     # -- arrivals and ends -----------------------------------------------------------------
-
-    def check_fits(self, max_len: int) -> None:
-        """Refuse a sequence that could never run to its end.
-
-        Raises:
-            InvalidRequest: `never_fits`.
-        """
-        needed = self.limits.blocks_for(max_len)
-        if needed > self.pool.num_blocks:
-            raise InvalidRequest(
-                "never_fits",
-                f"{max_len} tokens (prompt plus max_tokens) need {needed} KV blocks and the engine "
-                f"has {self.pool.num_blocks}; lower max_tokens or start it with more num_blocks",
-            )
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait; HELD behind its parent until that one's prompt is computed."""
@@ -132,16 +120,6 @@ class Scheduler:
         """Slots that neither a running nor a waiting sequence will take."""
         waiting = self.waiting.num_waiting + self.waiting.num_held
         return self.limits.max_num_seqs - len(self.running) - waiting
-
-    @property
-    def num_pool_tokens(self) -> int:
-        """Tokens that all blocks together hold."""
-        return self.pool.num_blocks * self.limits.block_size
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """Free blocks that hold a known prefix."""
-        return self.pool.num_cached
 
     @property
     def num_needed_blocks(self) -> int:
@@ -241,9 +219,7 @@ class Scheduler:
         """
         if upto <= sequence.num_owned:
             return True
-        own = self._shared_tail(sequence)
-        needed = self.limits.blocks_for(upto) - len(sequence.block_table) + own
-        while needed > self.pool.num_free:
+        while (missing := self._tables.missing(sequence, upto)) > self.pool.num_free:
             if self.steps_in_flight:
                 plan.starved = True
                 return False
@@ -251,30 +227,8 @@ class Scheduler:
             self._preempt(plan, victim)
             if victim is sequence:
                 return False
-            own = self._shared_tail(sequence)
-            needed = self.limits.blocks_for(upto) - len(sequence.block_table) + own
-        if needed:
-            self._grow(plan, sequence, needed, copy_tail=bool(own))
-        sequence.num_owned = len(sequence.block_table) * self.limits.block_size
+        self._tables.grow(plan, sequence, missing)
         return True
-
-    def _shared_tail(self, sequence: Sequence) -> int:
-        """1 when the block that will be written first belongs to others too, else 0."""
-        index = sequence.num_computed // self.limits.block_size
-        table = sequence.block_table
-        return int(index < len(table) and self.pool.refs(table[index]) > 1)
-
-    def _grow(self, plan: StepPlan, sequence: Sequence, needed: int, *, copy_tail: bool) -> None:
-        fresh = self.pool.take(needed)
-        table = sequence.block_table
-        changed = len(table)
-        if copy_tail:
-            changed = sequence.num_computed // self.limits.block_size
-            plan.copies.append((table[changed], fresh[0]))
-            self.pool.give_back([table[changed]])
-            table[changed] = fresh.pop(0)
-        table.extend(fresh)
-        plan.grown.append((sequence, changed))
 
     # -- admission and preemption ----------------------------------------------------------
 
@@ -295,10 +249,7 @@ class Scheduler:
         return needed + spare <= self.pool.num_free - self.pool.num_free_in(shared)
 
     def _start(self, sequence: Sequence, prefix: Prefix) -> None:
-        self.pool.share(prefix.blocks)
-        sequence.block_table = list(prefix.blocks)
-        sequence.num_computed = sequence.num_done = prefix.tokens
-        sequence.num_committed, sequence.last_node = prefix.committed, prefix.node
+        self._tables.start(sequence, prefix)
         sequence.slot = self.free_slots.pop()
         sequence.move(SequenceState.RUNNING)
         if sequence.parent is not None:
@@ -310,13 +261,12 @@ class Scheduler:
         insort(self.running, sequence, key=_order_of)
 
     def _preempt(self, plan: StepPlan, victim: Sequence) -> None:
-        _drop_from(plan, victim)
+        plan.drop(victim)
         if self.steps_in_flight:
             raise InvariantBroken(f"sequence {victim.request_id} is in flight and was preempted")
         victim.last_step = self._completed
         self.running.remove(victim)
         self._let_go(victim)
-        victim.num_preemptions += 1
         self.preemptions += 1
         self.waiting.push(victim)
         self.waiting.release(victim)
@@ -334,10 +284,7 @@ class Scheduler:
             self._return_everything(sequence)
 
     def _return_everything(self, sequence: Sequence) -> None:
-        self.pool.give_back(sequence.block_table)
-        sequence.block_table = []
-        sequence.num_computed = sequence.num_done = sequence.num_owned = 0
-        sequence.num_committed = sequence.last_node = 0
+        self._tables.give_back(sequence)
         self.free_slots.append(sequence.slot)
         sequence.slot = -1
 
@@ -348,16 +295,3 @@ class Scheduler:
 
 def _order_of(sequence: Sequence) -> tuple[int, int]:
     return sequence.order
-
-
-def _drop_from(plan: StepPlan, victim: Sequence) -> None:
-    """Take a preempted sequence's work out of the plan it was part of."""
-    dropped = [chunk for chunk in plan.work if chunk.sequence is victim]
-    for chunk in dropped:
-        (plan.decodes if chunk.count == 1 else plan.chunks).remove(chunk)
-        plan.num_tokens -= chunk.count
-        victim.num_computed -= chunk.count
-        victim.num_known -= chunk.samples
-    own = set(victim.block_table)
-    plan.grown = [entry for entry in plan.grown if entry[0] is not victim]
-    plan.copies = [pair for pair in plan.copies if pair[1] not in own]

@@ -96,7 +96,6 @@ class Sequence:
     """Prefix-cache node of the last committed block."""
     children: list[Sequence] = field(default_factory=list)
     """HELD until this sequence's prompt is computed."""
-    num_preemptions: int = 0
 
     def __post_init__(self) -> None:
         self.plain = self.constraint is None and self.params.prompt_logprobs is None
