@@ -22,6 +22,7 @@ from tokenfleet.engine.execution.memory import (
     fitting_blocks,
     refusing,
 )
+from tokenfleet.engine.execution.placed_model import PlacedModel
 from tokenfleet.engine.execution.placement import (
     check_quantization,
     kv_cache_dtype,
@@ -160,7 +161,7 @@ def place_model(
     num_blocks = pick_num_blocks(config, decoder, block_size, max_len, probe, 3 * len(buckets))
     overlap = pick_overlap(config, device)
     with refusing(f"{num_blocks} KV blocks and the graphs were to fit"):
-        runner = Runner(
+        placed = PlacedModel(
             decoder,
             num_slots=config.max_num_seqs,
             num_blocks=num_blocks,
@@ -175,6 +176,7 @@ def place_model(
             probe=probe,
             record=not config.enforce_eager,
         )
+        runner = Runner(placed)
     traffic = traffic_of(decoder)
     return LoadedModel(spec, runner, max_len, block_size, num_blocks, traffic, overlap)
 

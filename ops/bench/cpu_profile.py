@@ -155,7 +155,7 @@ def rows_of_table(
     inner, head = weights_of(engine)
     itemsize = 1 if quantization == "int8" else dtype.itemsize
     weights = (inner + head) * itemsize
-    kv = engine.core.runner.decoder.kv_bytes_per_block(1)
+    kv = engine.core.runner.model.decoder.kv_bytes_per_block(1)
     found: list[Any] = []
     for name, run in (
         ("decode 1", lambda e, c: decode(e, c, 1)),
@@ -195,7 +195,7 @@ def rows_of_table(
 
 def weights_of(engine: Engine) -> list[int]:
     """Weights of the products that every token goes through, then those of the head."""
-    decoder = engine.core.runner.decoder
+    decoder = engine.core.runner.model.decoder
     inner = 0
     for layer in decoder.layers:
         for packed in (
@@ -221,7 +221,7 @@ def main() -> None:
         )
         for one_by_one in (False, True)
     )  # fmt: skip
-    dtype = engine.core.runner.decoder.dtype
+    dtype = engine.core.runner.model.decoder.dtype
     machine, rows = rows_of_table(engine, single, dtype, asked.quantization)
     report = {
         "dtype": str(dtype).removeprefix("torch."), "quantization": asked.quantization,

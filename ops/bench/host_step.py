@@ -30,6 +30,7 @@ import torch
 from tokenfleet.engine import EngineConfig, EngineCore, EngineRequest, SamplingParams
 from tokenfleet.engine.execution.buckets import decode_buckets, mixed_buckets
 from tokenfleet.engine.execution.loading import LoadedModel
+from tokenfleet.engine.execution.placed_model import PlacedModel
 from tokenfleet.engine.execution.runner import Runner
 from tokenfleet.engine.traffic import KVBytes, Traffic
 
@@ -59,7 +60,7 @@ def make_core(batch: int, *, launched: bool) -> EngineCore:
     """A core with overlap and `batch` slots."""
     blocks, model = batch * MAX_LEN // BLOCK, NoModel()
     decoder: Any = model
-    runner = Runner(
+    placed = PlacedModel(
         decoder,
         num_slots=batch,
         num_blocks=blocks,
@@ -72,6 +73,7 @@ def make_core(batch: int, *, launched: bool) -> EngineCore:
         buckets=[*decode_buckets(batch), *mixed_buckets(BUDGET, batch)],
     )
     vocabulary: Any = model.spec
+    runner = Runner(placed)
     traffic = Traffic(weight_bytes=1 << 30, kv=(KVBytes(1 << 10, None),))
     loaded = LoadedModel(vocabulary, runner, MAX_LEN, BLOCK, blocks, traffic, overlap=True)
     config = EngineConfig(".", max_num_seqs=batch, max_num_batched_tokens=BUDGET, device="cpu")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tokenfleet.engine import Engine, EngineConfig, InvalidRequest, SamplingParams
+from tokenfleet.engine.text import TextCodec
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
@@ -182,13 +183,11 @@ def test_a_budget_that_shrank_does_not_shrink_while_idle(engine):
     assert engine.core.scheduler.limits.max_num_batched_tokens == 32
 
 
-def test_ids_missing_in_the_middle_are_never_chosen_nor_listed(tiny_random):
-    engine = make(tiny_random("llama", vocab_size=300))
-    known = set(engine.text.known_tokens) - {77, 78}
-    from tokenfleet.engine.execution.runner import _unknown
-
-    engine.core.runner.unknown = _unknown(300, known, torch.device("cpu"))
-    engine.core.runner.sampler._unknown = engine.core.runner.unknown
+def test_ids_missing_in_the_middle_are_never_chosen_nor_listed(tiny_random, monkeypatch):
+    path = tiny_random("llama", vocab_size=300)
+    known = TextCodec.load(path).known_tokens - {77, 78}
+    monkeypatch.setattr(TextCodec, "known_tokens", known)
+    engine = make(path)
     params = SamplingParams(
         max_tokens=30, seed=1, ignore_eos=True, logit_bias={77: 100.0}, logprobs=20,
         prompt_logprobs=20,

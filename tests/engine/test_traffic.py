@@ -51,7 +51,7 @@ def test_an_engine_counts_what_its_steps_read(tiny_random: Any, family: str, exp
     )  # fmt: skip
     engine = Engine(config)
     engine.generate([[1] * 12], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
-    decoder, stats = engine.core.runner.decoder, engine.stats
+    decoder, stats = engine.core.runner.model.decoder, engine.stats
     spec = decoder.spec
     hidden, q, kv = spec.hidden_size, spec.num_q_heads, spec.num_kv_heads
     attention = hidden * spec.head_dim * (2 * q + 2 * kv) * 4 * spec.num_layers

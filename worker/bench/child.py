@@ -22,7 +22,7 @@ def open_engine(options: dict[str, Any]) -> tuple[Runner, dict[str, Any]]:
     torch.set_num_threads(options["threads"])
     core: Any = EngineCore(EngineConfig(**options["config"]))
     facts = {
-        "dtype": str(core.runner.decoder.dtype).removeprefix("torch."),
+        "dtype": str(core.runner.model.decoder.dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "block_size": core.limits.block_size,
         "blocks": core.stats.blocks_total,

@@ -59,7 +59,7 @@ def features(model: Path, *, dtype: str, threads: int, repeats: int) -> dict[str
         cost_of(engine, "JSON schema", _structured, repeats),
     ]
     return {
-        "dtype": str(engine.core.runner.decoder.dtype).removeprefix("torch."),  # type: ignore[attr-defined]
+        "dtype": str(engine.core.runner.model.decoder.dtype).removeprefix("torch."),  # type: ignore[attr-defined]
         "rows": ROWS,
         "costs": [
             {

@@ -40,7 +40,7 @@ def path(tiny_random):
 
 def watch(core):
     """Check at each launch that only blocks of the step's own sequences change."""
-    launch, pools = core.runner.launch, core.runner.pools
+    launch, pools = core.runner.launch, core.runner.model.pools
 
     def bits():
         return torch.stack([side.clone().view(torch.int32) for p in pools for side in (p.k, p.v)])
@@ -102,13 +102,13 @@ def test_graphs_do_not_depend_on_budget_blocks_or_preemption(
 
 def test_no_tensor_of_a_graph_is_rebound(path, make_core, play, recorded):
     core = make_core(path, recorded)
-    graphs = core.runner.graphs
+    graphs = core.runner.model.graphs
 
     def addresses():
         words = [replays.words.data for replays in graphs._replays.values()]
         fixed = [graphs.hidden, graphs.last_ids, graphs.verdicts, graphs.tables.blocks]
-        pools = [side for pool in core.runner.pools for side in (pool.k, pool.v)]
-        return [t.data_ptr() for t in [*words, *fixed, *pools, core.runner.newest]]
+        pools = [side for pool in core.runner.model.pools for side in (pool.k, pool.v)]
+        return [t.data_ptr() for t in [*words, *fixed, *pools, core.runner.model.newest]]
 
     before = addresses()
     play(core, PROMPTS, [GREEDY, DRAWN, PENALISED] * 3)
@@ -118,7 +118,7 @@ def test_no_tensor_of_a_graph_is_rebound(path, make_core, play, recorded):
 def test_nothing_is_allocated_for_a_replayed_step(path, make_core, play, recorded):
     core = make_core(path, recorded)
     play(core, PROMPTS, [DRAWN] * 9)
-    graphs, made = core.runner.graphs, []
+    graphs, made = core.runner.model.graphs, []
 
     class Allocations(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

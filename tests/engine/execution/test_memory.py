@@ -99,7 +99,7 @@ def test_a_model_that_does_not_fit_is_a_refusal_with_the_sum():
 
 def test_the_profiling_run_is_a_step_as_large_as_any(tiny_random, make_core):
     core = make_core(tiny_random("qwen3"))
-    card, decoder = Card(weights=0), core.runner.decoder
+    card, decoder = Card(weights=0), core.runner.model.decoder
     seen = []
     forward = decoder.forward
     decoder.forward = lambda ids, batch, pools: (
@@ -117,7 +117,7 @@ def test_blocks_beyond_the_machines_memory_are_refused_before_they_are_allocated
         loading.load_model(config)
 
 
-@pytest.mark.parametrize("stage", ["load_decoder", "run_largest_step", "Runner"])
+@pytest.mark.parametrize("stage", ["load_decoder", "run_largest_step", "PlacedModel"])
 def test_memory_that_runs_out_during_the_start_is_a_refusal(stage, tiny_random, monkeypatch):
     def out_of_memory(*_given, **_named):
         raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
@@ -136,16 +136,16 @@ def test_sleep_frees_the_blocks_and_wake_goes_on_with_the_same_output(
 ):
     core = make_core(tiny_random("llama", num_hidden_layers=1), recorded)
     expected = play(core, PROMPTS, [GREEDY] * 4)
-    blocks = weakref.ref(core.runner.pools[0].k)
+    blocks = weakref.ref(core.runner.model.pools[0].k)
     hits = core.stats.cache_hits_total
     core.sleep()
     gc.collect()
     assert blocks() is None
-    assert core.runner.graphs is None
+    assert core.runner.model.graphs is None
     core.audit()
     core.wake()
     assert play(core, PROMPTS, [GREEDY] * 4) == expected
-    assert core.runner.graphs is not None
+    assert core.runner.model.graphs is not None
     assert core.stats.cache_hits_total == hits
 
 
@@ -189,7 +189,7 @@ def test_a_step_that_was_launched_for_nobody_does_not_keep_the_engine_awake(
 
 def test_waking_waits_until_a_neighbour_has_given_memory_back(tiny_random, make_core):
     core = make_core(tiny_random("llama", num_hidden_layers=1))
-    card = core.runner._probe = Card()
+    card = core.runner.model._probe = Card()
     core.sleep()
     card.others = 80 * GIB
     with pytest.raises(ConfigError, match="weights and KV blocks take"):
@@ -205,7 +205,7 @@ def test_a_wake_that_fails_gives_back_what_it_took_and_may_be_tried_again(
     core = make_core(tiny_random("llama", num_hidden_layers=1), recorded)
     expected = play(core, PROMPTS, [GREEDY] * 4)
     core.sleep()
-    capture, captured = core.runner._capture, []
+    capture, captured = core.runner.model._capture, []
 
     def runs_out(work):
         captured.append(capture(work))
@@ -213,10 +213,10 @@ def test_a_wake_that_fails_gives_back_what_it_took_and_may_be_tried_again(
             raise torch.OutOfMemoryError("injected")
         return captured[-1]
 
-    core.runner._capture = runs_out
+    core.runner.model._capture = runs_out
     with pytest.raises(ConfigError, match="injected"):
         core.wake()
-    assert (core.runner.pools, core.runner.graphs) == ([], None)
+    assert (core.runner.model.pools, core.runner.model.graphs) == ([], None)
     core.wake()
     assert play(core, PROMPTS, [GREEDY] * 4) == expected
 
@@ -234,7 +234,7 @@ def test_nothing_of_the_logits_is_kept_asleep(tiny_random, make_core, play):
 def test_weights_that_are_moved_keep_what_they_share(tiny_random, make_core, monkeypatch):
     monkeypatch.setattr(linear, "_onednn_takes", lambda _weight: False)  # as on a GPU
     core = make_core(tiny_random("llama", tie_word_embeddings=True))
-    decoder = core.runner.decoder
+    decoder = core.runner.model.decoder
     copy = moved(decoder, torch.Tensor.clone)
     assert copy.lm_head.data is copy.embedding is not decoder.embedding
     assert copy.layers[0].attention.cos_sin is copy.layers[1].attention.cos_sin

@@ -41,7 +41,7 @@ def test_graphs_and_overlap_give_the_tokens_of_launched_steps(count, core_of, pl
     expected = play(core_of(enforce_eager=True, overlap=False), prompts, params)
     for overlap in (False, True):
         core = core_of(overlap=overlap)
-        assert core.runner.graphs is not None
+        assert core.runner.model.graphs is not None
         assert play(core, prompts, params) == expected
         assert play(core, prompts, params) == expected
 

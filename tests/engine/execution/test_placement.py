@@ -25,7 +25,7 @@ def test_keys_and_values_are_cached_in(tiny_random, settings, cached):
             tiny_random("llama"), device="cpu", dtype="bfloat16", num_blocks=40, **settings
         )
     )
-    assert engine.core.runner.pools[0].k.dtype == cached
+    assert engine.core.runner.model.pools[0].k.dtype == cached
 
 
 @pytest.mark.parametrize("name", ["quantization", "kv_cache_dtype"])

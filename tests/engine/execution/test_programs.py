@@ -30,7 +30,7 @@ def engine(path, **changes):
 
 
 def programs(running):
-    return running.core.runner.programs
+    return running.core.runner.model.programs
 
 
 def seen(running, prompts=PROMPTS):
@@ -59,7 +59,7 @@ def test_over_an_int8_cache_programs_and_shared_blocks_change_no_bit(tiny_random
         texts = [[c.token_ids for o in running.generate(PROMPTS, sampled) for c in o.choices]
                  for _ in range(2)]  # fmt: skip
         running.audit()
-        assert running.core.runner.pools[0].k.dtype == torch.int8
+        assert running.core.runner.model.pools[0].k.dtype == torch.int8
         return texts, programs(running)
 
     eager, _ = run(enforce_eager=True)

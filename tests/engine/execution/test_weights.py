@@ -157,7 +157,7 @@ def test_a_checkpoint_of_another_model_is_refused(old, tiny_random):
 def test_graphs_go_on_with_updated_weights(old, new, make_core, play, recorded):
     core = make_core(old, recorded)
     play(core, PROMPTS, [GREEDY] * 3)
-    graphs = core.runner.graphs
+    graphs = core.runner.model.graphs
     core.update_weights(new)
     assert play(core, PROMPTS, [GREEDY] * 3) == play(make_core(new), PROMPTS, [GREEDY] * 3)
-    assert core.runner.graphs is graphs
+    assert core.runner.model.graphs is graphs

@@ -97,7 +97,7 @@ def test_new_weights_are_smoothed_as_the_old_ones_were(loud):
     engine = Engine(EngineConfig(loud, device="cpu", quantization="int8", dtype="float32"))
     params = SamplingParams(max_tokens=8, temperature=0.0, logprobs=3, ignore_eos=True)
     before = engine.generate([PROMPT], params)[0]
-    assert len(engine.core.runner.decoder.sample) > 0
+    assert len(engine.core.runner.model.decoder.sample) > 0
     engine.update_weights(loud)
     after = engine.generate([PROMPT], params)[0]
     assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
@@ -110,5 +110,5 @@ def test_without_a_tokenizer_int8_is_loaded_all_the_same_and_says_so(tiny_random
     with caplog.at_level(logging.WARNING, logger="tokenfleet.engine"):
         model = load_model(EngineConfig(path, device="cpu", quantization="int8", num_blocks=9,
                                         max_model_len=64))  # fmt: skip
-    assert not model.runner.decoder.sample
+    assert not model.runner.model.decoder.sample
     assert "more coarsely" in caplog.text
