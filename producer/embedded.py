@@ -17,8 +17,10 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -236,9 +238,26 @@ def free_port() -> int:
     while True:
         port = random.choice(PORTS)
         with suppress(OSError), socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
             return port
+
+
+def hold_port(owner: object) -> int:
+    """A port that is nobody else's for as long as `owner` lives: free_port() gives it to nobody,
+    and a server that is told to can listen on it. Where not on Linux it is free now, and no more.
+    """
+    while sys.platform == "linux":
+        held = socket.socket()
+        try:
+            held.bind(("127.0.0.1", random.choice(PORTS)))
+        except OSError:
+            held.close()
+            continue
+        # it does not listen: from here on servers, which set the same, may bind it too
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        weakref.finalize(owner, held.close)
+        return int(held.getsockname()[1])
+    return free_port()
 
 
 def answers(port: int, pid: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from tokenfleet.producer.embedded import EmbeddedServer, _watch, answers
+from tokenfleet.producer.embedded import EmbeddedServer, _watch, answers, free_port, hold_port
 from tokenfleet.producer.errors import BrokerUnavailable
 
 BUS = "--cluster-port"
@@ -160,3 +161,22 @@ def test_another_server_on_the_port_is_not_taken_for_ours():
     with EmbeddedServer() as server:
         assert answers(server.port, server.pid)
         assert not answers(server.port, os.getpid())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is held")
+def test_a_held_port_is_given_to_nobody_and_a_server_may_listen_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Owner:
+        """Whoever holds it."""
+
+    owner = Owner()
+    port = hold_port(owner)
+    offered = iter([port, port, free_port()])
+    monkeypatch.setattr("tokenfleet.producer.embedded.random.choice", lambda _: next(offered))
+    assert hold_port(owner) != port
+    with EmbeddedServer(port=port) as server:
+        assert server.port == port
+    del owner
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", port))

@@ -16,18 +16,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tokenfleet.producer.embedded import free_port
+from tokenfleet.producer.embedded import hold_port
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.05
-PAGE_TIMEOUT_S = 5.0
+PAGE_TIMEOUT_S = 60.0
 
 
 class WorkerDied(RuntimeError):
     """A worker ended that should be running; the message ends with its last log lines."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class WorkerProcess:
     """One worker.
 
@@ -42,8 +42,12 @@ class WorkerProcess:
     """Where its standard error goes."""
     environment: Mapping[str, str | None] = field(default_factory=dict)
     """Changes to our environment; None removes a variable."""
-    health_port: int = field(default_factory=free_port)
+    health_port: int = field(init=False)
+    """Nobody else's while this lives."""
     _process: asyncio.subprocess.Process | None = None
+
+    def __post_init__(self) -> None:
+        self.health_port = hold_port(self)
 
     @property
     def pid(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tokenfleet.producer.embedded import hold_port
 from tokenfleet.worker.commands.worker import HIDDEN, setting_texts
 from tokenfleet.worker.settings import WorkerSettings
 
@@ -79,11 +80,9 @@ def test_a_taken_port_is_no_place_for_an_embedded_server(run: Any, byte_tokenize
 
 
 def test_an_embedded_worker_serves_and_takes_its_server_with_it(
-    run: Any, byte_tokenizer: Path
+    run: Any, byte_tokenizer: Path, request: pytest.FixtureRequest
 ) -> None:
-    from tokenfleet.worker.demo.worker_process import free_port
-
-    url = f"redis://127.0.0.1:{free_port()}/0"
+    url = f"redis://127.0.0.1:{hold_port(request.node)}/0"
     flags = ("--embedded", "--redis-url", url, "--model", str(byte_tokenizer), "--model-name", "m")
     hooks = ("--simulated-step-ms", "1", "--log-format", "json")
     process = subprocess.Popen(

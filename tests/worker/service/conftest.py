@@ -207,6 +207,28 @@ class Fleet:
                     held += consumer["pending"]
         return held
 
+    async def leases(self) -> list[tuple[str, dict[str, Any]]]:
+        """What is held in the group: the queue's key, and what XPENDING says."""
+        return [
+            (key, held)
+            async for key in self.redis.scan_iter(f"{{{self.namespace}:0}}:q:*")
+            for held in await self.redis.xpending_range(key, "workers", "-", "+", 10)
+        ]
+
+    async def age_leases(self, idle_ms: int) -> None:
+        """Make each lease look as if it had been renewed for the last time so long ago."""
+        for key, held in await self.leases():
+            entry, owner = held["message_id"], held["consumer"]
+            await self.redis.xclaim(key, "workers", owner, 0, [entry], idle=idle_ms, justid=True)
+
+    async def end_leases(self) -> None:
+        """Let each lease run out, and a reaper see it."""
+        await self.age_leases(3_600_000)
+        reaper = self.queue("reaper")
+        await reaper.ensure()
+        await reaper.reclaim()
+        await reaper.aclose()
+
     async def close(self) -> None:
         for run in self.runs:
             run.cancel()
@@ -249,6 +271,12 @@ async def fleet(shared_server: EmbeddedServer, byte_model: Path) -> AsyncIterato
     fleet = Fleet(shared_server, byte_model)
     yield fleet
     await fleet.close()
+
+
+@pytest.fixture
+def often_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases are long enough for any machine, and renewed every half second all the same."""
+    monkeypatch.setattr("tokenfleet.worker.lease.RENEWALS_PER_LEASE", 60)
 
 
 @pytest.fixture

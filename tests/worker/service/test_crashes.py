@@ -56,10 +56,10 @@ class Mortal:
     ],
 )
 async def test_a_worker_may_die_before_and_after_each_of_its_moves(
-    fleet, until, move: str, nth: int, when: str
+    fleet, until, often_renewed, move: str, nth: int, when: str
 ) -> None:
     job = await fleet.submit()
-    doomed = fleet.worker(lease_s=0.9, grace_s=0)
+    doomed = fleet.worker(grace_s=0)
     mortal = Mortal(doomed, move, when, nth)
     await until(lambda: mortal.dead.is_set() or fleet.has(job))
     for piece in ("a", "bc"):
@@ -77,7 +77,7 @@ async def test_a_worker_may_die_before_and_after_each_of_its_moves(
     fleet.runs[-1].cancel()
     await asyncio.gather(fleet.runs[-1], return_exceptions=True)
 
-    await _end_leases(fleet)
+    await fleet.end_leases()
     lives = len(fleet.engines)
     fleet.worker()
     await until(lambda: _ended_or_taken(fleet, job, lives))
@@ -91,18 +91,6 @@ async def test_a_worker_may_die_before_and_after_each_of_its_moves(
     assert [event.offset for event in log] == [0, *(event.end for event in log)][:-1]
     assert [event.final for event in log] == [False] * (len(log) - 1) + [True]
     assert await fleet.pending() == 0
-
-
-async def _end_leases(fleet) -> None:
-    """Make every lease look as if nobody had renewed it for an hour, and let a reaper see it."""
-    async for key in fleet.redis.scan_iter(f"{{{fleet.namespace}:0}}:q:*"):
-        for held in await fleet.redis.xpending_range(key, "workers", "-", "+", 10):
-            entry, owner = held["message_id"], held["consumer"]
-            await fleet.redis.xclaim(key, "workers", owner, 0, [entry], idle=3_600_000, justid=True)
-    reaper = fleet.queue("reaper")
-    await reaper.ensure()
-    await reaper.reclaim()
-    await reaper.aclose()
 
 
 async def _ended_or_taken(fleet, job: str, lives: int) -> bool:

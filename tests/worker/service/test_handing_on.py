@@ -12,20 +12,21 @@ from tokenfleet.worker.queue import Emission, EmitOutcome, JobQueue
 
 
 async def crash(fleet) -> None:
-    """The newest worker vanishes without a word; its jobs' leases go to the next one."""
+    """The newest worker vanishes without a word, and the leases of its jobs run out."""
     fleet.runs[-1].cancel()
     await asyncio.gather(fleet.runs[-1], return_exceptions=True)
+    await fleet.end_leases()
 
 
 async def test_a_crashed_workers_job_goes_on_behind_its_logged_tokens(fleet, until) -> None:
-    fleet.worker(lease_s=1.5)
+    fleet.worker()
     job = await fleet.submit("p")
     await until(lambda: fleet.has(job))
     for piece in ("caf", "é i", "s"):
         fleet.engine.say(job, piece)
     await until(lambda: fleet.shows(job, "café is"))
     await crash(fleet)
-    fleet.worker(lease_s=1.5)
+    fleet.worker()
     await until(lambda: len(fleet.engines) == 2 and fleet.has(job))
     request = fleet.engine.requests[job]
     assert request.resume == (tuple("café is".encode()),)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tokenfleet.producer.embedded import hold_port
 from tokenfleet.worker.health import HealthServer
 
 
@@ -25,17 +26,9 @@ async def get(port: int, path: str) -> tuple[int, str]:
     return await ask(port, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n")
 
 
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 async def test_ready_follows_engine_registration_and_drain(fleet, until) -> None:
     fleet.engine_may_start = asyncio.Event()
-    port = free_port()
+    port = hold_port(fleet)
     worker = fleet.worker(health_port=port, grace_s=3600)
 
     async def answer(path: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -56,18 +57,23 @@ async def test_an_idle_worker_is_not_ready_without_redis_and_takes_jobs_when_it_
     await until(lambda: worker.not_ready() == [])
 
 
-async def test_when_the_leases_have_run_out_the_engine_stops_too(own_fleet, until) -> None:
+async def test_when_the_leases_have_run_out_the_engine_stops_too(
+    own_fleet, until, often_renewed, monkeypatch
+) -> None:
     fleet = own_fleet
-    worker = fleet.worker(lease_s=2)
+    worker = fleet.worker(lease_s=30)
     job = await fleet.submit()
     await until(lambda: fleet.has(job))
     fleet.engine.say(job, "abc")
     await until(lambda: fleet.shows(job, "abc"))
     await in_thread(fleet.server.stop)
-    await until(lambda: (job, None) in fleet.engine.aborted)
-    await until(lambda: len(worker.roster) == 0)
+    with monkeypatch.context() as an_hour_later:
+        an_hour_later.setattr(worker._leases, "_clock", lambda: time.monotonic() + 3600)
+        await until(lambda: (job, None) in fleet.engine.aborted)
+        await until(lambda: len(worker.roster) == 0)
     await in_thread(fleet.server.start)
     await fleet.redis.connection_pool.disconnect()
+    await fleet.end_leases()
     await until(lambda: fleet.engine.requests[job].id == f"{job}/2")
     assert fleet.engine.requests[job].resume == (tuple(b"abc"),)
     fleet.engine.say(job, "def", "stop")
@@ -189,9 +195,9 @@ async def test_a_log_that_lost_its_end_before_the_finish_is_made_again(fleet, un
     assert await fleet.text(job) == "abcdef"
 
 
-async def test_running_jobs_survive_a_flushed_server(own_fleet, until) -> None:
+async def test_running_jobs_survive_a_flushed_server(own_fleet, until, often_renewed) -> None:
     fleet = own_fleet
-    worker = fleet.worker(max_num_seqs=3, lease_s=3)
+    worker = fleet.worker(max_num_seqs=3)
     speaking, silent, ending = [await fleet.submit() for _ in range(3)]
     await until(lambda: fleet.has(speaking, silent, ending))
     for job in (speaking, ending):

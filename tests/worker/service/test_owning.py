@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 
 import pytest
@@ -12,6 +13,7 @@ from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import BrokerUnavailable
 from tokenfleet.producer.protocol import JobRequest
 from tokenfleet.producer.submission import Submission
+from tokenfleet.worker import dispatch
 from tokenfleet.worker.queue import JobQueue
 from tokenfleet.worker.taker import CLAIM
 
@@ -49,6 +51,46 @@ async def test_a_freed_slot_is_given_to_the_next_job_at_once(fleet, until) -> No
     await until(lambda: fleet.has(first))
     fleet.engine.say(first, "x", "stop")
     await until(lambda: fleet.has(second))
+
+
+@pytest.mark.parametrize(("tokens", "owned"), [(10, 6), (100, 4)])
+async def test_jobs_that_fill_no_step_are_begun_with_those_fetched_behind_them(
+    fleet, until, monkeypatch, tokens, owned
+) -> None:
+    """And the engine waits for nobody once it has a step full of work."""
+    monkeypatch.setattr(dispatch, "HOLD_S", 60.0)
+    seen: list[int] = []
+
+    class Watched(fleet.engine_kind):
+        def add(self, request):
+            seen.append(len(worker.roster))
+            super().add(request)
+
+    fleet.engine_kind = Watched
+    jobs = [await fleet.submit(None, prompt_token_ids=[97] * tokens) for _ in range(6)]
+    worker = fleet.worker(max_num_seqs=32, max_num_batched_tokens=400)
+    await until(lambda: fleet.has(*jobs))
+    assert seen[0] == owned
+
+
+async def test_a_job_waits_for_others_behind_it_only_a_moment(fleet, until, monkeypatch) -> None:
+    """Of a claim that does not come back, say."""
+    claim, gone = JobQueue.claim, asyncio.Event()
+    claims = []
+
+    async def stuck(self, count):
+        claims.append(count)
+        if len(claims) > 1:
+            await gone.wait()
+        return await claim(self, count)
+
+    jobs = [await fleet.submit() for _ in range(5)]
+    monkeypatch.setattr(JobQueue, "claim", stuck)
+    fleet.worker(max_num_seqs=32)
+    await until(lambda: fleet.has(*jobs[:4]))
+    assert not fleet.has(jobs[4])
+    gone.set()
+    await until(lambda: fleet.has(*jobs))
 
 
 async def test_a_job_of_many_choices_holds_as_many_slots(fleet, until) -> None:
@@ -185,20 +227,35 @@ async def test_an_ending_that_comes_too_late_changes_nothing(fleet, until) -> No
     assert await fleet.log(job) == []
 
 
-async def test_leases_are_renewed_while_the_engine_is_in_a_long_step(fleet, until) -> None:
-    fleet.worker(lease_s=2, step_limit_s=60)
-    watcher = fleet.worker(lease_s=2)  # its reaper would take the job
+async def test_leases_are_renewed_while_the_engine_is_in_a_long_step(
+    fleet, until, often_renewed
+) -> None:
+    worker = fleet.worker(lease_s=30, step_limit_s=3600)
     job = await fleet.submit()
-    await until(lambda: any(job in engine.requests for engine in fleet.engines))
-    engine = next(e for e in fleet.engines if job in e.requests)
-    await asyncio.sleep(6.2)  # more than three leases without a word from the engine
+    await until(lambda: fleet.has(job))
+    fleet.engine.last_heard -= 100  # more than three leases without a word from the engine
+    worker._dispatcher.working_since -= 100
+    for _ in range(3):
+        await fleet.age_leases(15_000)
+        await until(lambda: _renewed(fleet, 15_000))
     assert await fleet.field(job, "attempt") == "1"
-    engine.say(job, "x", "stop")
+    fleet.engine.say(job, "x", "stop")
     await until(lambda: fleet.is_(job, "finished"))
-    await until(lambda: len(watcher.roster) == 0)
+
+
+async def _renewed(fleet, within_ms: int) -> bool:
+    return all(held["time_since_delivered"] < within_ms for _, held in await fleet.leases())
 
 
 async def test_an_engine_that_hangs_is_ended_and_its_jobs_go_back(fleet, until) -> None:
+    class Hangs(fleet.engine_kind):
+        """Not heard of; the second one never stands still for too long."""
+
+        def __init__(self, *given) -> None:
+            super().__init__(*given)
+            self.last_heard = math.inf if fleet.engines else self.last_heard
+
+    fleet.engine_kind = Hangs
     fleet.worker(step_limit_s=0.2)
     job = await fleet.submit()
     await until(lambda: fleet.has(job))
@@ -288,5 +345,6 @@ async def test_an_engine_process_that_hangs_at_its_start_leaves_nothing_behind(
     first = await until(lambda: worker._host.pid)
     with structlog.testing.capture_logs() as lines:
         await until(lambda: worker._host.pid != first)
-    assert "not ready after 0.5 s; if loading" in lines[0]["cause"]
+    causes = [line["cause"] for line in lines if "cause" in line]
+    assert "not ready after 0.5 s; if loading" in causes[0]
     assert not os.path.exists(f"/proc/{first}")  # noqa: ASYNC240, PTH110 - blocks nothing
