@@ -20,13 +20,16 @@ from tokenfleet.worker.engine_link.engine_process import Batch, StepEvent
 from tokenfleet.worker.handback import HandBack
 from tokenfleet.worker.jobs import Ending, Job, Stage
 from tokenfleet.worker.observing.telemetry import Telemetry
-from tokenfleet.worker.prepare import BadJob, Preparer
+from tokenfleet.worker.prepare import BadJob, Preparer, is_short
 from tokenfleet.worker.publisher import Publisher
 from tokenfleet.worker.queue import ClaimedJob, JobQueue
 from tokenfleet.worker.roster import Roster
 
 _HELD = (Stage.CLAIMED, Stage.READY, Stage.RUNNING)
 """Stages of a job that this worker works on."""
+
+HOLD_S = 0.01
+"""Longest wait of a ready job for those that are being claimed behind it."""
 
 log = structlog.get_logger()
 
@@ -43,6 +46,7 @@ class Dispatcher:
 
     Args:
         lease_s: what a claim grants.
+        step_tokens: prompt tokens that fill a step of the engine.
         clock: monotonic seconds.
     """
 
@@ -55,6 +59,7 @@ class Dispatcher:
         telemetry: Telemetry,
         *,
         lease_s: float,
+        step_tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._queue = queue
@@ -63,9 +68,12 @@ class Dispatcher:
         self._preparer = preparer
         self._telemetry = telemetry
         self._lease_s = lease_s
+        self._step_tokens = step_tokens
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
         self._launching: asyncio.Handle | None = None
+        self._others_follow = False
+        """Whether more jobs are being claimed at this moment."""
         self._publisher: Publisher
         self._hand_back: HandBack
         self.engine: Engine | None = None
@@ -80,49 +88,85 @@ class Dispatcher:
 
     # jobs come in
 
-    def take(self, claimed: Iterable[ClaimedJob], asked_at: float) -> None:
+    def take(self, claimed: Iterable[ClaimedJob], asked_at: float, *, more: bool = False) -> None:
         """Own what a claim brought.
 
         Args:
             asked_at: monotonic time before the claim: the lease is counted from it.
+            more: another claim follows at once, and may bring more.
         """
+        self._others_follow = more
         for one in claimed:
-            if older := self._roster.get(one.id):
-                self.lost(older, "claimed again")
-            job = Job(one, self._clock())
-            job.lease_until = asked_at + self._lease_s
-            self._roster.add(job)
-            self._telemetry.job_claimed(one)
-            log.info(
-                "job_claimed", job_id=one.id, attempt=one.attempt, offset=one.offset,
-                failures=one.failures,
-            )  # fmt: skip
-            self._spawn(self._prepare(job))
+            job = self._own(one, asked_at)
+            if is_short(one):
+                self._prepare_here(job)
+            else:
+                self._spawn(self._prepare(job))
+        self._launch_soon()
+
+    def _own(self, one: ClaimedJob, asked_at: float) -> Job:
+        if older := self._roster.get(one.id):
+            self.lost(older, "claimed again")
+        job = Job(one, self._clock())
+        job.lease_until = asked_at + self._lease_s
+        self._roster.add(job)
+        self._telemetry.job_claimed(one)
+        log.info(
+            "job_claimed", job_id=one.id, attempt=one.attempt, offset=one.offset,
+            failures=one.failures,
+        )  # fmt: skip
+        return job
+
+    def _prepare_here(self, job: Job) -> None:
+        try:
+            self._preparer.prepare_here(job)
+        except Exception as error:  # noqa: BLE001 - no reason to end the other jobs
+            self._not_prepared(job, error)
+        else:
+            self._prepared(job)
 
     async def _prepare(self, job: Job) -> None:
         try:
             await self._preparer.prepare(job)
-        except BadJob as bad:
-            self._fail(job, bad.code, str(bad))
-            return
-        except Exception as error:  # noqa: BLE001 - ours, and no reason to end the other jobs
+        except Exception as error:  # noqa: BLE001 - the same
+            self._not_prepared(job, error)
+        else:
+            self._prepared(job)
+            self._launch_soon()
+
+    def _not_prepared(self, job: Job, error: Exception) -> None:
+        if isinstance(error, BadJob):
+            self._fail(job, error.code, str(error))
+        else:
             self._fail_of_ours(job, error)
-            return
+
+    def _prepared(self, job: Job) -> None:
         if job.stage is Stage.ENDED:
             self._publish(job)
         elif job.stage is Stage.READY:
             self._arm_deadline(job)
-            self._launch_soon()
 
     def _launch_soon(self) -> None:
         """Launch what this turn of the loop makes ready: jobs that the engine gets together, it
-        begins in one step."""
-        if self._launching is None:
-            self._launching = asyncio.get_running_loop().call_soon(self.launch)
+        begins in one step. What does not fill one waits a moment for jobs that follow."""
+        loop = asyncio.get_running_loop()
+        if self._others_follow and self._tokens_ready() < self._step_tokens:
+            if self._launching is None:
+                self._launching = loop.call_later(HOLD_S, self.launch)
+            return
+        if self._launching is not None:
+            self._launching.cancel()
+        self._launching = loop.call_soon(self.launch)
+
+    def _tokens_ready(self) -> int:
+        ready = (job for job in self._roster if job.stage is Stage.READY)
+        return sum(len(job.request.prompt_token_ids) for job in ready)
 
     def launch(self) -> None:
         """Give the engine every job that is ready; of those that may kill it, one at a time."""
-        self._launching = None
+        if self._launching is not None:
+            self._launching.cancel()
+            self._launching = None
         if self.engine is None:
             return
         suspects = any(j.suspect and j.stage is Stage.RUNNING for j in self._roster)

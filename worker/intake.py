@@ -21,6 +21,10 @@ from tokenfleet.worker.preemption import Seats
 from tokenfleet.worker.queue import ClaimedJob, JobQueue
 from tokenfleet.worker.roster import Roster
 
+FIRST_PORTION = 4
+"""Jobs of a pause's first claim; each claim after it takes twice as many. The engine works on the
+first ones while the others are fetched and made ready."""
+
 DOORBELL_S = 1.0
 """A job that comes due while the bell is silent (a delay, a retry) waits no longer than this."""
 
@@ -52,6 +56,7 @@ class Intake:
         """Whether there may be jobs in our name that we do not know: after a claim whose reply did
         not come. What an earlier process of the same name left is no such job: that process died,
         which its lease will tell, and which counts."""
+        self._portion = FIRST_PORTION
         self.last_claim: float | None = None
         """When Redis last answered a claim; monotonic."""
         self.draining = False
@@ -74,8 +79,10 @@ class Intake:
             if room > 0:
                 self._ask_urgent = True
                 if not await self._claim(room) and not self.draining:
+                    self._portion = FIRST_PORTION
                     await self._wait(self._queue.wait, self._nothing_else_to_do)
             else:
+                self._portion = FIRST_PORTION
                 await self._stay_full()
 
     async def _stay_full(self) -> None:
@@ -95,13 +102,19 @@ class Intake:
 
     async def _claim(self, room: int) -> bool:
         """Returns whether more may be waiting."""
-        return await self._take(lambda: self._queue.claim(room), room)
+        most = min(room, self._portion)
+        if self._queue.connection.partitions > 1:  # each claim looks into all of them first
+            most = room
+        self._portion *= 2
+        return await self._take(lambda: self._queue.claim(most), most, more=room > most)
 
     async def _swap(self, victims: list[Job]) -> bool:
         """Returns whether more may be waiting."""
-        return await self._take(lambda: self._dispatcher.swap(victims), len(victims))
+        return await self._take(lambda: self._dispatcher.swap(victims), len(victims), more=False)
 
-    async def _take(self, call: Callable[[], Awaitable[list[ClaimedJob]]], most: int) -> bool:
+    async def _take(
+        self, call: Callable[[], Awaitable[list[ClaimedJob]]], most: int, *, more: bool
+    ) -> bool:
         asked_at = self._clock()
         doubt = self._unsure and not await self._release_phantoms()
         if doubt and self._queue.connection.partitions == 1:
@@ -117,8 +130,9 @@ class Intake:
         self._unsure = doubt or self._queue.cut_short
         self._broker.reached()
         self.last_claim = self._clock()
-        self._dispatcher.take(claimed, asked_at)
-        return len(claimed) >= most
+        full = len(claimed) >= most
+        self._dispatcher.take(claimed, asked_at, more=more and full)
+        return full
 
     async def _release_phantoms(self) -> bool:
         """Returns False where Redis was not reached: what is there is looked for again later.

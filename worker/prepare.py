@@ -50,7 +50,7 @@ class BadJob(Exception):
 
 
 class Preparer:
-    """Makes claimed jobs ready for the engine, long ones in a thread of its own."""
+    """Makes claimed jobs ready for the engine, short ones at once and others in a thread."""
 
     def __init__(self) -> None:
         self.codec: Codec
@@ -63,11 +63,18 @@ class Preparer:
         Raises:
             BadJob: code and sentence for its terminal event.
         """
-        request, streams = await self._run(job.claimed, lambda: self._parts(job.claimed))
-        replayed = await self._run(job.claimed, lambda: job.replayed(streams))
+        loop = asyncio.get_running_loop()
+        request, streams = await loop.run_in_executor(self._threads, self._parts, job.claimed)
+        replayed = await loop.run_in_executor(self._threads, job.replayed, streams)
         if job.stage is Stage.CLAIMED:  # and not cancelled or lost meanwhile
             job.prepared(request, replayed)
             job.ready()
+
+    def prepare_here(self, job: Job) -> None:
+        """The same without a thread, for a job that `is_short`."""
+        request, streams = self._parts(job.claimed)
+        job.prepared(request, job.replayed(streams))
+        job.ready()
 
     def warm(self, then: Callable[[], None]) -> None:
         """Load what the first chat would wait for, and call `then`, both in the background."""
@@ -82,11 +89,6 @@ class Preparer:
     def close(self) -> None:
         """End the thread; what it is doing is finished first."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _run(self, claimed: ClaimedJob, work: Callable[[], Any]) -> Any:
-        if _is_short(claimed):
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _parts(self, claimed: ClaimedJob) -> tuple[EngineRequest, list[TextStream]]:
         params = engine_params(claimed)
@@ -152,8 +154,9 @@ def logged_tokens(claimed: ClaimedJob, n: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(choice) for choice in tokens)
 
 
-def _is_short(claimed: ClaimedJob) -> bool:
-    """Chat templates are not: the first one loads a library, any of them may loop."""
+def is_short(claimed: ClaimedJob) -> bool:
+    """Whether it takes less than a millisecond. Chat templates do not: the first one loads a
+    library, any of them may loop."""
     request = claimed.request
     chars = len(request.prompt or "")
     return request.messages is None and chars <= INLINE_CHARS and claimed.offset <= INLINE_TOKENS

@@ -161,6 +161,7 @@ class WorkerService:
             self._preparer,
             self.telemetry,
             lease_s=settings.lease_s,
+            step_tokens=settings.max_num_batched_tokens,
         )
         self._publisher = Publisher(
             self._queue,

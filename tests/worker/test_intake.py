@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 from tokenfleet.worker.broker import Broker
@@ -19,6 +20,7 @@ class EmptyQueue:
     """Counts what is asked of it; its bell rings when the test says so."""
 
     cut_short = False
+    connection = SimpleNamespace(partitions=1)
 
     def __init__(self) -> None:
         self.claims = 0
@@ -36,21 +38,52 @@ class EmptyQueue:
         return True
 
 
+class LongQueue(EmptyQueue):
+    """Has jobs for the first claims, as many as they ask for."""
+
+    def __init__(self, jobs: int) -> None:
+        super().__init__()
+        self.left = jobs
+        self.asked: list[int] = []
+
+    async def claim(self, count: int) -> list[Any]:
+        self.asked.append(count)
+        found = min(count, self.left)
+        self.left -= found
+        return [object()] * found
+
+
+class Counting:
+    """A dispatcher that owns what it is given."""
+
+    engine = object()
+
+    def __init__(self, roster: Roster) -> None:
+        self.roster = roster
+        self.told: list[tuple[int, bool]] = []
+
+    def take(self, claimed: list[Any], asked_at: float, *, more: bool) -> None:
+        self.told.append((len(claimed), more))
+        self.roster.slots -= len(claimed)
+
+
 class Nobody:
     """A dispatcher with an engine and no jobs."""
 
     engine = object()
 
-    def take(self, claimed: list[ClaimedJob], asked_at: float) -> None:
+    def take(self, claimed: list[ClaimedJob], asked_at: float, *, more: bool) -> None:
         assert claimed == []
+        assert not more
 
 
 class Claiming:
     """A worker of two slots that takes jobs."""
 
-    def __init__(self) -> None:
-        self.queue, self.roster, self.dispatcher = EmptyQueue(), Roster(2, 0), Nobody()
-        parts: Any = (self.queue, Broker(), self.roster, self.dispatcher, Seats(2, 0))
+    def __init__(self, queue: Any = None, dispatcher: Any = None, slots: int = 2) -> None:
+        self.queue, self.roster = queue or EmptyQueue(), Roster(slots, 0)
+        self.dispatcher = dispatcher(self.roster) if dispatcher else Nobody()
+        parts: Any = (self.queue, Broker(), self.roster, self.dispatcher, Seats(slots, 0))
         self.intake = Intake(*parts)
         self.run = asyncio.create_task(self.intake.run())
 
@@ -88,4 +121,25 @@ async def test_an_engine_that_comes_back_is_given_work_without_a_bell() -> None:
     worker.roster.touch()
     await worker.settle()
     assert worker.queue.claims == 2
+    await worker.end()
+
+
+async def test_of_a_burst_a_few_jobs_are_fetched_first_and_then_more_at_a_time() -> None:
+    """The engine can begin with them; what follows is said, and that nothing does."""
+    worker = Claiming(LongQueue(30), Counting, slots=64)
+    await worker.settle()
+    assert worker.queue.asked == [4, 8, 16, 32]
+    assert worker.dispatcher.told == [(4, True), (8, True), (16, True), (2, False)]
+    worker.queue.left = 5
+    worker.queue.rung.set()
+    await worker.settle()
+    assert worker.queue.asked[4:] == [4, 8]
+    await worker.end()
+
+
+async def test_no_more_is_fetched_than_there_is_room_for() -> None:
+    worker = Claiming(LongQueue(30), Counting, slots=6)
+    await worker.settle()
+    assert worker.queue.asked == [4, 2]
+    assert worker.dispatcher.told == [(4, True), (2, False)]
     await worker.end()
