@@ -18,7 +18,7 @@ from tokenfleet.engine.execution.capture import Capture
 from tokenfleet.engine.execution.containment import free_cached_memory
 from tokenfleet.engine.execution.graphs import DeviceTables, StepGraphs
 from tokenfleet.engine.execution.memory import MemoryProbe, check_free, refusing
-from tokenfleet.engine.execution.programs import MOST_RECORDED, DecodePrograms
+from tokenfleet.engine.execution.programs import StepPrograms
 from tokenfleet.engine.execution.transfers import transfers_for
 from tokenfleet.engine.execution.weights import NewWeights, WeightUpdate, moved, num_bytes
 from tokenfleet.engine.model.decoder import Decoder
@@ -71,7 +71,7 @@ class PlacedModel:
         self.pools: list[KVPool] = []
         """One a layer; none while it sleeps."""
         self.graphs: StepGraphs | None = None
-        self.programs: DecodePrograms | None = None
+        self.programs: StepPrograms | None = None
         self._capture, self._buckets = capture, buckets
         self._quantization, self._probe = quantization, probe
         self._record = record and device.type == "cpu"
@@ -123,9 +123,8 @@ class PlacedModel:
         if self._capture is not None and self.newest is not None and self._buckets:
             self.graphs = self._captured(self._capture, self.newest, max_blocks)
         if self._record:
-            most = min(self.num_slots, MOST_RECORDED)
-            self.programs = DecodePrograms(
-                self.decoder, self.pools, most=most, max_blocks=max_blocks
+            self.programs = StepPrograms(
+                self.decoder, self.pools, num_slots=self.num_slots, max_blocks=max_blocks
             )
 
     @torch.inference_mode()
