@@ -23,6 +23,7 @@ from tokenfleet.producer.protocol import Choice, JobRequest, JobResult, Sampling
 from tokenfleet.worker.observing.exporters import ExportConfig, Exporters
 from tokenfleet.worker.observing.telemetry import Telemetry
 from tokenfleet.worker.queue import ClaimedJob
+from tokenfleet.worker.settings import load_settings
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 SAMPLED = f"00-{TRACE}-b7ad6b7169203331-01"
@@ -308,6 +309,28 @@ def test_the_names_of_vllm_dashboards_are_offered_only_when_asked_for(
     assert samples["vllm:num_requests_waiting", labels] == 2
     assert samples["vllm:kv_cache_usage_perc", labels] == 0.25
     assert samples["tokenfleet_sequences_running", (("model", "smollm2"),)] == 3
+
+
+@pytest.mark.parametrize(
+    ("traceparent", "traced", "kept"),
+    [(None, False, 0), (None, True, 2), (SAMPLED, False, 2), (NOT_SAMPLED, True, 0)],
+)
+def test_a_trace_that_goes_nowhere_is_an_id_and_not_recorded(
+    tmp_path: Path, traceparent: str | None, traced: bool, kept: int
+) -> None:
+    """A producer's trace goes where the producer sends it: its jobs' figures still refer to it."""
+    path = tmp_path / "trace.jsonl" if traced else None
+    settings = load_settings(model=str(tmp_path), model_name="smollm2", trace_file=path)
+    telemetry = Telemetry.from_settings(settings, "w1")
+    recorded = InMemorySpanExporter()
+    telemetry._exporters.tracer_provider.add_span_processor(SimpleSpanProcessor(recorded))
+    job = a_job(traceparent=traceparent)
+    telemetry.job_claimed(job)
+    assert int(telemetry.trace_ids(job.id, 1)["trace_id"], 16) > 0
+    telemetry.first_token(job)
+    telemetry.job_ended(job, "finished", a_result())
+    assert len(recorded.get_finished_spans()) == kept
+    telemetry.shutdown(1.0)
 
 
 def test_spans_reach_the_trace_file_one_object_a_line(tmp_path: Path) -> None:

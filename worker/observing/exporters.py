@@ -58,6 +58,11 @@ class ExportConfig:
     """Spans are appended here, one JSON object a line; several processes may share the file."""
     console: bool = False
 
+    @property
+    def exports_spans(self) -> bool:
+        """Whether spans go anywhere."""
+        return bool(self.otlp_endpoint or self.trace_file or self.console)
+
 
 class JsonLinesExporter(SpanExporter):
     """Appends one JSON object per span to a file; a line is written whole or not at all."""

@@ -3,6 +3,7 @@
 A job has one `process` span per attempt and in it one span of the operation (`chat` or
 `text_completion`); what happens in between is an event on the latter. There is never a span per
 step or token, and no method here waits for anything: a collector that is away costs a job nothing.
+Where spans go nowhere, a trace that would begin here is an id for the log, and is not recorded.
 
     send <queue>            producer/tracing.py
       process <queue>       claimed -> left this worker      child of send; of a batch, linked to it
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 from opentelemetry.context import Context
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from tokenfleet.producer import semconv, tracing
@@ -95,15 +97,14 @@ class Telemetry:
 
     @classmethod
     def from_settings(cls, settings: WorkerSettings, worker_id: str) -> Telemetry:
-        exporters = Exporters(
-            ExportConfig(
-                instance=worker_id,
-                version=version("tokenfleet"),
-                otlp_endpoint=settings.otlp_endpoint,
-                otlp_protocol=settings.otlp_protocol,
-                trace_file=settings.trace_file,
-            )
+        config = ExportConfig(
+            instance=worker_id,
+            version=version("tokenfleet"),
+            otlp_endpoint=settings.otlp_endpoint,
+            otlp_protocol=settings.otlp_protocol,
+            trace_file=settings.trace_file,
         )
+        exporters = Exporters(config, root_sampler=None if config.exports_spans else ALWAYS_OFF)
         return cls(
             exporters,
             worker_id=worker_id,
