@@ -82,12 +82,15 @@ class ByteDetokenizer:
         self._at_start = pieces.strips_first_space
 
     def push(self, token_id: int) -> str:
+        """The token's bytes, as far as they are whole characters."""
         return self._strip(self._decoder.decode(self._pieces.bytes_of(token_id)))
 
     def flush(self) -> str:
+        """What is left: half a character is one U+FFFD."""
         return self._strip(self._decoder.decode(b"", True))
 
     def copy(self) -> ByteDetokenizer:
+        """Another that goes on from here."""
         twin = ByteDetokenizer(self._pieces)
         twin._decoder.setstate(self._decoder.getstate())
         twin._at_start = self._at_start
@@ -110,12 +113,14 @@ class WindowDetokenizer:
         self._read = 0
 
     def push(self, token_id: int) -> str:
+        """What the token added, or nothing while the text may end in half a character."""
         self._ids.append(token_id)
         if len(self._ids) - self._read < _WINDOW_WAIT and self._decode(0).endswith("�"):
             return ""
         return self.flush()
 
     def flush(self) -> str:
+        """All that has not been let out."""
         before = self._tokenizer.decode(self._ids[: self._read], skip_special_tokens=self._skip)
         now = self._decode(0)
         if len(now) > len(before) or not now:
@@ -124,6 +129,7 @@ class WindowDetokenizer:
         return now[len(before) :]
 
     def copy(self) -> WindowDetokenizer:
+        """Another that goes on from here."""
         twin = WindowDetokenizer(self._tokenizer, skip_special_tokens=self._skip)
         twin._ids, twin._read = list(self._ids), self._read
         return twin

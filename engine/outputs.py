@@ -64,28 +64,35 @@ class Output:
 
     @property
     def text(self) -> str:
+        """Without the token, and by default the stop string, that ended it."""
         return self.choices[0].text
 
     @property
     def token_ids(self) -> list[int]:
+        """Every token that was sampled, the one that ended it included."""
         return self.choices[0].token_ids
 
     @property
     def finish_reason(self) -> str | None:
+        """`stop`, `length`, `cancelled` or `error`."""
         return self.choices[0].finish_reason
 
     @property
     def logprobs(self) -> list[Logprobs] | None:
+        """{token id: log probability} for each of token_ids, where asked for."""
         return self.choices[0].logprobs
 
     @property
     def prompt_logprobs(self) -> list[Logprobs | None] | None:
+        """The same for each prompt token, where asked for; None for the first."""
         return self.choices[0].prompt_logprobs
 
     @property
     def error(self) -> str | None:
+        """What went wrong, with finish_reason `error`."""
         return self.choices[0].error
 
     @property
     def weights_versions(self) -> list[int]:
+        """Versions of the weights that its tokens were made with, in order."""
         return self.choices[0].weights_versions

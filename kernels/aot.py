@@ -172,6 +172,7 @@ def _dots(ttir: str) -> tuple[str, ...]:
 
 
 def as_json(report: Report) -> dict[str, Any]:
+    """Its fields, and what follows from them."""
     return {**asdict(report), "blocks": report.blocks, "faults": report.faults}
 
 
@@ -186,6 +187,7 @@ def as_line(report: Report) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """The command; 1 where a kernel has a fault."""
     parser = argparse.ArgumentParser(prog="python -m tokenfleet.kernels.aot")
     parser.add_argument("--arch", type=int, action="append", choices=tuple(TARGETS))
     parser.add_argument("--operation", action="append", choices=OPERATIONS)

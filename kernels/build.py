@@ -90,11 +90,13 @@ def flags() -> list[str]:
 
 
 def cache_folder() -> Path:
+    """Where built libraries are kept: below $XDG_CACHE_HOME, else ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "tokenfleet" / "kernels"
 
 
 def sources() -> list[Path]:
+    """The C++ files that make up the library."""
     return sorted(HERE.glob("*.cpp"))
 
 
@@ -164,6 +166,7 @@ def _finish(process: "subprocess.Popen[str]") -> None:
 
 
 def main() -> int:
+    """The command: builds what is not there, and prints its path; 1 where that fails."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         sys.stdout.write(f"{ensure_library()}\n")

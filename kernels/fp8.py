@@ -49,6 +49,7 @@ class Fp8Scales:
 
     @property
     def num_bytes(self) -> int:
+        """What reading all of them reads."""
         return self.weight.nbytes + (0 if self.input is None else self.input.nbytes)
 
 

@@ -74,6 +74,7 @@ class PackedWeight:
 
     @property
     def num_bytes(self) -> int:
+        """What reading the weight once reads, its scales and bias included."""
         if self.fp8 is not None:
             bias = 0 if self.bias is None else self.bias.nbytes
             return self.data.nbytes + self.fp8.num_bytes + bias

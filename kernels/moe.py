@@ -35,6 +35,7 @@ class ExpertWeights:
 
     @property
     def num_bytes(self) -> int:
+        """What reading all experts once reads."""
         return self.data.nbytes + (0 if self.fp8 is None else self.fp8.num_bytes)
 
     def one(self, expert: int) -> tuple[Tensor, Fp8Scales | None]:

@@ -48,6 +48,7 @@ class KVPool:
 
     @property
     def block_size(self) -> int:
+        """Tokens that a block holds."""
         return self.k.shape[2]
 
     def packed(self) -> bytes:
@@ -87,6 +88,7 @@ class AttentionBatch:
 
     @property
     def num_sequences(self) -> int:
+        """S, padding included."""
         return self.kv_lens.shape[0]
 
     def packed(self) -> bytes:

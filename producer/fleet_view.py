@@ -87,14 +87,17 @@ class FleetStatus:
 
     @property
     def waiting(self) -> int:
+        """Jobs in all queues."""
         return sum(queue.waiting for queue in self.queues)
 
     @property
     def running(self) -> int:
+        """Jobs that workers have claimed, in all queues."""
         return sum(queue.running for queue in self.queues)
 
     @property
     def slots(self) -> int:
+        """Of all workers."""
         return sum(worker.slots for worker in self.workers)
 
     def trouble_of(self, queue: QueueDepth) -> str:
@@ -106,6 +109,7 @@ class FleetStatus:
 
 
 def partition_in(key: str) -> int:
+    """p of `{namespace:p}:...`."""
     return int(key[key.index(":") + 1 : key.index("}")])
 
 
@@ -119,6 +123,7 @@ def class_in(key: str) -> tuple[str, str]:
 
 
 def sum_of(one: QueueDepth, other: QueueDepth) -> QueueDepth:
+    """Two partitions of one queue as one; the older of the oldest jobs."""
     ages = [age for age in (one.oldest_s, other.oldest_s) if age is not None]
     return QueueDepth(
         one.model,
@@ -170,4 +175,5 @@ def texts_of(reply: Any) -> dict[str, str]:
 
 
 def text_of(value: Any) -> str:
+    """Bytes of Redis as text; what is no UTF-8 becomes U+FFFD."""
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

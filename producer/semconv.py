@@ -133,4 +133,5 @@ def queue_name(model: str, priority: str) -> str:
 
 
 def operation_name(*, chat: bool) -> str:
+    """gen_ai.operation.name of a job with messages, or with a prompt."""
     return CHAT if chat else TEXT_COMPLETION

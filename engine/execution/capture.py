@@ -68,6 +68,7 @@ class RecordedCapture:
     """
 
     def __call__(self, work: Work) -> Work:
+        """Raises HostRead where the work looks at a value on the host."""
         recorder = _Recorder()
         with recorder:
             work()

@@ -78,10 +78,14 @@ class Vocabulary(Protocol):
     """What the core needs of a ModelSpec."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Ids are below it."""
+        ...
 
     @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end an output."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,9 @@ _GIB = 1 << 30
 class MemoryProbe(Protocol):
     """What can be known of a card's memory, in bytes."""
 
-    def total(self) -> int: ...
+    def total(self) -> int:
+        """Of the whole card."""
+        ...
 
     def free(self) -> int:
         """Of the whole card, whoever holds the rest."""
@@ -54,16 +56,20 @@ class CudaProbe:
         self._device = device
 
     def total(self) -> int:
+        """As the driver says."""
         return torch.cuda.mem_get_info(self._device)[1]
 
     def free(self) -> int:
+        """As the driver says, after this process's allocator gave back what it only keeps."""
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
 
     def held(self) -> int:
+        """As torch's allocator says."""
         return torch.cuda.memory_allocated(self._device)
 
     def peak(self, work: Callable[[], object]) -> int:
+        """As torch's allocator says, once the device has done all of the work."""
         torch.cuda.reset_peak_memory_stats(self._device)
         work()
         torch.cuda.synchronize(self._device)

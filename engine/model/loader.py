@@ -87,6 +87,7 @@ class Loader:
     plain: bool = False  # projections stay as they are read, to be packed later
 
     def decoder(self) -> Decoder:
+        """All of it: every layer between the embedding and the output head."""
         spec = self.spec
         tables = {
             index: cos_sin_table(

@@ -44,6 +44,7 @@ class DenseMlp:
         return self.gate_up.rounding
 
     def __call__(self, x: Tensor | Fp8Rows | Int8Rows) -> Tensor:
+        """Inputs may be rounded as `rounding` says."""
         into = self.down.rounding
         if not isinstance(into, Fp8Scales):
             return linear(gated_linear(x, self.gate_up, self.gate), self.down)
@@ -68,6 +69,7 @@ class MoeMlp:
         return None
 
     def __call__(self, x: Tensor | Fp8Rows | Int8Rows) -> Tensor:
+        """Inputs as they are, not rounded."""
         assert isinstance(x, Tensor)
         weights, chosen = self._route(x)
         flat = chosen.flatten()
@@ -104,6 +106,7 @@ class GroupedMoeMlp:
         return None
 
     def __call__(self, x: Tensor | Fp8Rows | Int8Rows) -> Tensor:
+        """Inputs as they are, not rounded."""
         assert isinstance(x, Tensor)
         weights, chosen = route(x, self.router, self.top_k, renormalize=self.renormalize)
         visits = sort_visits(chosen, self.gate_up.data.shape[0])

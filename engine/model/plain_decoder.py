@@ -26,10 +26,12 @@ class Source:
 
     @property
     def head_dim(self) -> int:
+        """As given; where it is absent, hidden size over heads."""
         given = self.config.head_dim
         return int(given or self.config.hidden_size // self.config.num_attention_heads)
 
     def rope(self, kind: str) -> RopeSpec:
+        """Rotary embedding of one layer type, or of "all"; see read_rope."""
         return read_rope(
             self.ropes[kind],
             head_dim=self.head_dim,

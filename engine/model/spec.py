@@ -22,6 +22,7 @@ class RopeSpec:
 
     @property
     def rotary_dim(self) -> int:
+        """Leading dimensions of a head that are rotated."""
         return 2 * len(self.inv_freq)
 
 
@@ -114,4 +115,5 @@ class ModelSpec:
 
     @property
     def num_layers(self) -> int:
+        """Decoder layers, of any type."""
         return len(self.layers)

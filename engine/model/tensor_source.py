@@ -75,16 +75,20 @@ class GivenTensors:
         return GivenTensors(self._all.items())
 
     def file_of(self, name: str) -> Path:
+        """They come from no file."""
         return self.path
 
     def dtype_of(self, name: str) -> str | None:
+        """torch's own name for a dtype that safetensors has none for here."""
         tensor = self._all.get(name)
         return None if tensor is None else _NAMES.get(tensor.dtype, str(tensor.dtype))
 
     def shape_of(self, name: str) -> tuple[int, ...]:
+        """As it was given."""
         return tuple(self._all[name].shape)
 
     def take(self, name: str, shape: Sequence[int], dtypes: Sequence[str] = _FLOATS) -> Tensor:
+        """Each once; CheckpointError names a tensor that is missing, used twice or not as asked."""
         tensor = self._left.pop(name, None)
         if tensor is None:
             state = "is used twice" if name in self._all else "is missing"
@@ -128,15 +132,19 @@ class RandomTensors:
         return not (self._tied and name == "lm_head.weight") and not name.endswith("_scale")
 
     def file_of(self, name: str) -> Path:
+        """They come from no file."""
         return self.path
 
     def dtype_of(self, name: str) -> str | None:
+        """F32 for every name but those of scales, and of the head where it is tied."""
         return "F32" if name in self else None
 
     def shape_of(self, name: str) -> tuple[int, ...]:
+        """Raises CheckpointError: only who takes a tensor knows its shape."""
         raise CheckpointError(f"{self.path}: {name} has no shape of its own")
 
     def take(self, name: str, shape: Sequence[int], dtypes: Sequence[str] = _FLOATS) -> Tensor:
+        """Random numbers of any shape asked for: bfloat16; fp32 for norms and biases."""
         if len(shape) == 1:
             fill = torch.zeros if name.endswith(".bias") else torch.ones
             return fill(*shape, device=self._device)

@@ -42,6 +42,7 @@ class GatewayError(Exception):
 
 
 def unauthorized(presented: bool) -> GatewayError:
+    """401 for a key that is not known, or was not given."""
     message = (
         "this API key is not known here"
         if presented

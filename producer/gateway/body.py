@@ -21,10 +21,12 @@ JSON_BODY_S = 60.0
 
 
 def too_large(limit: int) -> GatewayError:
+    """413: more than `limit` bytes."""
     return refused(413, "body_too_large", f"the body is larger than {limit} bytes, the most here")
 
 
 def too_slow() -> GatewayError:
+    """408: its sender fell silent."""
     return refused(408, "body_too_slow", "the rest of the body did not come in time")
 
 

@@ -22,6 +22,7 @@ class JsonLines(logging.Formatter):
     """A record as one JSON object: timestamp, level, event, fields."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """One line, without a line break."""
         moment = datetime.fromtimestamp(record.created, UTC)
         line = {
             "timestamp": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),

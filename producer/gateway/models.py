@@ -36,6 +36,7 @@ async def require_model(gateway: Gateway, model: str) -> None:
 
 
 def unknown_model(model: str) -> Exception:
+    """404 for a model that no worker serves and no queue waits for."""
     message = (
         f"there is no model {model[:80]!r} here: no worker serves it and no queue waits for it"
     )

@@ -39,6 +39,7 @@ class JobFrames:
         return await anext(self._frames)
 
     async def aclose(self) -> None:
+        """Give the job up as `on_disconnect` says, if it has not ended."""
         self._alarm.close()
         await self._frames.aclose()
         if not self._completion.ended:

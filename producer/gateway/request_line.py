@@ -33,6 +33,7 @@ class RequestLine:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """HTTP alone; anything else is passed on as it is."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -63,6 +63,7 @@ class EventStream(Response):
         self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until the source ends or the reader goes; close the source either way."""
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         beat: asyncio.Task[None] | None = None
         try:
@@ -162,5 +163,6 @@ class Peeked:
         return one
 
     async def aclose(self) -> None:
+        """End the wait for the first frame, and the source."""
         await end(self._first)
         await self._source.aclose()

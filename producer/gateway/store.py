@@ -41,6 +41,7 @@ class FileRecord:
     purpose: str = "batch"
 
     def as_api(self) -> dict[str, Any]:
+        """The `file` object of the OpenAI API."""
         return {**asdict(self), "object": "file", "status": "processed", "expires_at": None}
 
 
@@ -69,6 +70,7 @@ class BatchRecord:
     request_counts: Mapping[str, int] = field(default_factory=dict)
 
     def as_api(self) -> dict[str, Any]:
+        """The `batch` object of the OpenAI API."""
         errors = {"object": "list", "data": list(self.errors)} if self.errors else None
         counts = {"total": 0, "completed": 0, "failed": 0, **self.request_counts}
         return {**asdict(self), "object": "batch", "errors": errors, "request_counts": counts}
@@ -176,6 +178,7 @@ class TenantStore:
 
 
 def new_batch_id() -> str:
+    """As OpenAI's look; nobody can guess one."""
     return f"batch_{secrets.token_hex(12)}"
 
 
