@@ -148,6 +148,7 @@ def test_the_fleet_is_compared_with_the_engine_alone_in_one_run(tiny_checkpoint:
     assert {summary.engine for summary in report.summaries} == {"fleet", "engine"}
     (row,) = [summary for summary in report.summaries if summary.engine == "fleet"]
     assert 0 < row.middle("ttft_outside_worker_s") < row.middle("ttft_mean_s")
+    assert 0 < row.middle("ttft_until_claimed_s") < row.middle("ttft_outside_worker_s")
     (found,) = report.ratios()
     assert (found["of"], found["to"]) == ("fleet", "engine")
     assert found["tokens_per_s"] > 0

@@ -260,8 +260,10 @@ def _print_table(report: Report) -> None:
     for summary in report.summaries:
         if summary.has("ttft_outside_worker_s"):
             typer.echo(
-                f"{summary.workload}: from submission to claim and from the worker to the reader: "
-                f"{summary.middle('ttft_outside_worker_s') * 1e3:.1f} ms of the mean TTFT"
+                f"{summary.workload}: outside of the worker: "
+                f"{summary.middle('ttft_outside_worker_s') * 1e3:.1f} ms of the mean TTFT "
+                f"({summary.middle('ttft_until_claimed_s') * 1e3:.1f} ms from submission to claim, "
+                f"{summary.middle('ttft_from_worker_s') * 1e3:.1f} ms from it to the reader)"
             )
         if summary.has("blocks_spare_per_sequence_max"):
             most = summary.span("blocks_spare_per_sequence_max")[1]
