@@ -72,6 +72,7 @@ class Launch:
 
     @property
     def name(self) -> str:
+        """The kernel's."""
         return str(self.kernel.__name__)
 
     def key(self) -> tuple[Any, ...]:
