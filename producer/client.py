@@ -106,8 +106,10 @@ class AsyncClient:
         link = self._link_here()
         self._link = None
         if link is not None:
-            await link.reader.hub.aclose()
-            await link.connection.aclose()
+            try:
+                await link.reader.hub.aclose()
+            finally:
+                await link.connection.aclose()
 
     @property
     def link(self) -> Link:

@@ -3,7 +3,8 @@
 Whether a call may be repeated is known here, and repeating is bounded by a time; redis-py itself
 never repeats one (dialing.py).
 
-Invariant: a call that is not marked repeatable reaches the server at most once.
+Invariant: a call that is not marked repeatable reaches the server at most once; a connection that
+was closed opens nothing more.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ from tokenfleet.producer.forks import keep_for_parent
 from tokenfleet.producer.keys import Keys, check_name
 from tokenfleet.producer.kinds import WRONG_TYPE, blame
 from tokenfleet.producer.line import Line
+from tokenfleet.producer.mended import Door
 from tokenfleet.producer.scripts import Executor, Script
+from tokenfleet.producer.turns import Turns
 
 Broker = str | aio.Redis | aio.RedisCluster | redis.Redis
 """What a client may be given: a URL, or a redis-py client."""
@@ -47,9 +50,16 @@ Broker = str | aio.Redis | aio.RedisCluster | redis.Redis
 SOCKET_TIMEOUT_S = 5.0
 """Longest wait for a reply (less where connect_timeout_s is less). Blocking commands stay under."""
 
+MOST_CALLS, MOST_WAITS = 64, 36
+"""Connections in use at once to one server: by calls, and by commands that wait there. redis-py
+opens no more than their sum."""
+
 CLUSTER_PARTITIONS = 16
 MOST_PARTITIONS = 16384
 """As many as a cluster has slots."""
+
+_WAITING = "waiting"
+_CLOSED = "the client was closed during a call"
 
 _MINIMUM = {"redis": (7, 0), "valkey": (7, 2)}
 _PAUSES_S = (0.0, 0.05, 0.1, 0.2, 0.4)
@@ -89,12 +99,15 @@ class Connection:
             partitions = CLUSTER_PARTITIONS if self.cluster else 1
         self.partitions = check_count("partitions", partitions, MOST_PARTITIONS)
         self._broker = broker
+        self._timeout_s = min(SOCKET_TIMEOUT_S, self.connect_timeout_s)
         self._client: Any = None
         self._line: Line | None = None
         """Of the scripts that run often."""
         self._checked = False
-        self._closings = 0
-        """Times it was closed: what was under way then is not tried again."""
+        self._door = Door()
+        self._turns: dict[str, Turns] = {}
+        """Of calls, by the server that they go to; of those that wait there, by `_WAITING`."""
+        self._closed = False
         self._pid = os.getpid()
         keep_for_parent(self)
 
@@ -104,18 +117,18 @@ class Connection:
 
     @property
     def client(self) -> Any:
-        """The redis-py client, without retries of its own."""
+        """The redis-py client, without retries of its own. Raises BrokerUnavailable when closed."""
+        self._check_open()
         if self._client is None or self._pid != os.getpid():
+            self._door, self._turns, self._line = Door(), {}, None
             self._client, self._pid, self._checked = self._make(), os.getpid(), False
-            self._line = None
         return self._client
 
     def _make(self) -> Any:
-        timeout_s = min(SOCKET_TIMEOUT_S, self.connect_timeout_s)
         if self.address is not None:
-            return dial(self.address, timeout_s)
+            return dial(self.address, self._timeout_s, self._door)
         assert not isinstance(self._broker, str)
-        return dial_like(self._broker, timeout_s)
+        return dial_like(self._broker, self._timeout_s, self._door)
 
     async def ready(self) -> None:
         """Redis is there and new enough. Raises BrokerUnavailable, BrokerUnsupported."""
@@ -148,7 +161,7 @@ class Connection:
             return await script.run(executor, keys, [prefix, self.announce, *args])
 
         try:
-            return await self._persist(once, patience_s)
+            return await self._persist(once, patience_s, server=self._server_of(partition))
         except ResponseError as error:
             raise await self._blamed(error, prefix, keys) from error
 
@@ -186,18 +199,27 @@ class Connection:
         return await self._persist(once, self.connect_timeout_s)
 
     async def once(self, *command: Any) -> Any:
-        """Run a command that is not repeated: a blocking one, or one with effects that add up."""
+        """Run a command that is not repeated: one that blocks at the server."""
 
         async def call() -> Any:
             return await self.client.execute_command(*command)
 
-        return await self._persist(call, 0.0)
+        return await self._persist(call, 0.0, server=_WAITING)
 
     def node_of(self, partition: int) -> str:
         """Names the server that a partition lives on."""
         if not self.cluster:
             return ""
         return str(self.client.get_node_from_key(self.keys(partition).prefix).name)
+
+    def _server_of(self, partition: int) -> str:
+        """The same for the turns of calls: "" where it is not known, or not now."""
+        if self._closed or self._client is None or self._pid != os.getpid():
+            return ""
+        try:
+            return self.node_of(partition)
+        except (RedisClusterException, RedisError, KeyError):
+            return ""
 
     def line_to(self, partition: int) -> Any:
         """A redis-py connection of its own to that server, not yet connected, for pub/sub."""
@@ -209,7 +231,8 @@ class Connection:
     async def locate(self, partition: int) -> None:
         """Find out anew where a partition lives, after it moved or its server was lost."""
         if self.cluster:  # a keyed command is sent on to the right server, and that is remembered
-            await self.once("EXISTS", self.keys(partition).workers)
+            key = self.keys(partition).workers
+            await self._persist(lambda: self.client.execute_command("EXISTS", key), 0.0)
 
     async def _blamed(self, error: ResponseError, prefix: str, keys: list[str]) -> Exception:
         """The same error, or for a WRONGTYPE the one that names the key."""
@@ -218,29 +241,44 @@ class Connection:
         return await blame(keys, prefix, lambda key: self.execute("TYPE", key))
 
     async def aclose(self) -> None:
-        """Close what was opened here; a client that was handed in stays open."""
+        """Close what was opened here, for good; a client that was handed in stays open."""
         client, self._client = self._client, None
         line, self._line = self._line, None
-        self._closings += 1
+        self._closed = True
         if self._pid != os.getpid():
             return
+        for turns in self._turns.values():
+            turns.close(_CLOSED)
+        self._door.shut()  # whatever becomes of the rest: this may be cancelled
         if line is not None:
             await line.hang_up()
         if client is not None and client is not self._broker:
             await hang_up(client)
 
-    async def _persist(self, once: Any, patience_s: float) -> Any:
-        give_up = time.monotonic() + patience_s
-        tries, closings = 0, self._closings
+    def _turns_at(self, server: str) -> Turns:
+        if server not in self._turns:
+            pool = getattr(self.client, "connection_pool", None)
+            most = getattr(pool, "max_connections", MOST_CALLS + MOST_WAITS)
+            waits = min(MOST_WAITS, max(1, most // 3))
+            calls = min(MOST_CALLS, max(1, most - waits))
+            self._turns[server] = Turns(waits if server == _WAITING else calls)
+        return self._turns[server]
+
+    async def _persist(self, once: Any, patience_s: float, *, server: str = "") -> Any:
+        give_up: float | None = None
+        """Counted from when it is this call's turn."""
+        tries = 0
         while True:
             try:
-                return await once()
+                async with self._turns_at(server).turn(patience_s or self._timeout_s):
+                    give_up = give_up or time.monotonic() + patience_s
+                    return await once()
             except _REFUSALS as error:
                 raise BrokerUnsupported(f"Redis refuses: {error}") from error
             except OutOfMemoryError as error:
                 raise BrokerUnavailable(f"Redis is out of memory: {error}") from error
             except _PASSING as error:
-                self._check_open(closings)
+                self._check_open()
                 if "CERTIFICATE_VERIFY_FAILED" in str(error):
                     raise BrokerUnsupported(
                         f"{self.describe()} shows a certificate that is not trusted ({error}); "
@@ -250,13 +288,12 @@ class Connection:
                     await self._look_again()
                 pause = _PAUSES_S[min(tries, len(_PAUSES_S) - 1)]
                 tries += 1
-                if time.monotonic() + pause >= give_up:
+                if give_up is None or time.monotonic() + pause >= give_up:
                     raise BrokerUnavailable(
                         f"{self.describe()} was not reached within {patience_s:g} s "
                         f"({error or type(error).__name__}); {self._doubt()}"
                     ) from error
                 await asyncio.sleep(pause)
-                self._check_open(closings)
             except InvalidResponse as error:
                 problem = f"what answers is no Redis ({self.describe()}: {error}); {self._doubt()}"
                 raise BrokerUnsupported(problem) from error
@@ -273,10 +310,10 @@ class Connection:
                     f"Redis refuses a script: {error}; `tokenfleet acl` prints the rights it needs"
                 ) from error
 
-    def _check_open(self, closings: int) -> None:
-        """A call that was under way as we were closed must not open anything again."""
-        if self._closings != closings:
-            raise BrokerUnavailable(f"{self.describe()}: the client was closed during a call")
+    def _check_open(self) -> None:
+        """What was under way as we were closed, or comes later, opens nothing again."""
+        if self._closed:
+            raise BrokerUnavailable(f"{self.describe()}: {_CLOSED}")
 
     async def _look_again(self) -> None:
         if self._line is not None:

@@ -27,7 +27,7 @@ from redis.backoff import NoBackoff
 
 from tokenfleet.producer.address import CLUSTER, SENTINEL, UNIX, Address
 from tokenfleet.producer.errors import BrokerUnsupported
-from tokenfleet.producer.mended import mended
+from tokenfleet.producer.mended import Door, mended
 
 _CARRIED_OVER = frozenset(
     {"host", "port", "db", "username", "password", "path", "client_name", "credential_provider"}
@@ -43,9 +43,12 @@ class _Sentinels(Sentinel):
     sentinel stands there twice and another not at all: never asked again, and never closed.
     """
 
-    def __init__(self, hosts: list[tuple[str, int]], asking: dict[str, Any]) -> None:
+    def __init__(self, hosts: list[tuple[str, int]], asking: dict[str, Any], door: Door) -> None:
         super().__init__(hosts, sentinel_kwargs=asking)  # type: ignore[no-untyped-call]  # theirs
         self._all = tuple(self.sentinels)
+        for sentinel in self._all:
+            pool = sentinel.connection_pool
+            pool.connection_class = mended(pool.connection_class, door)
 
     async def discover_master(self, service_name: str) -> Any:
         if len(set(map(id, self.sentinels))) < len(self._all):
@@ -57,25 +60,28 @@ class _Sentinels(Sentinel):
         await super().aclose()
 
 
-def dial(address: Address, timeout_s: float) -> Any:
-    """A client for an address, not connected yet; each reply is waited for `timeout_s`."""
+def dial(address: Address, timeout_s: float, door: Door) -> Any:
+    """A client for an address, not connected yet; each reply is waited for `timeout_s`. Its
+    connections go through the door."""
     if address.kind == CLUSTER:
-        return _cluster(address.hosts, {**address.options, "ssl": address.tls}, timeout_s)
+        return _cluster(address.hosts, {**address.options, "ssl": address.tls}, timeout_s, door)
     if address.kind == SENTINEL:
-        return _by_sentinel(address, timeout_s)
+        return _by_sentinel(address, timeout_s, door)
     options = {**address.options, **_settings(timeout_s)}
     kind: Any = aio.SSLConnection if address.tls else aio.Connection
     if address.kind == UNIX:
         kind, options = aio.UnixDomainSocketConnection, {**options, "path": address.path}
     else:
         options["host"], options["port"] = address.hosts[0]
-    return aio.Redis.from_pool(aio.ConnectionPool(connection_class=mended(kind), **options))
+    return aio.Redis.from_pool(aio.ConnectionPool(connection_class=mended(kind, door), **options))
 
 
-def dial_like(given: aio.Redis | aio.RedisCluster | redis.Redis, timeout_s: float) -> Any:
+def dial_like(
+    given: aio.Redis | aio.RedisCluster | redis.Redis, timeout_s: float, door: Door
+) -> Any:
     """A client of our own to the same server, or the one handed in where that cannot be made."""
     if isinstance(given, aio.RedisCluster):
-        return _cluster_like(given, timeout_s)
+        return _cluster_like(given, timeout_s, door)
     pool_class = type(given.connection_pool)
     if pool_class.__name__ not in ("ConnectionPool", "BlockingConnectionPool"):
         if isinstance(given, aio.Redis):
@@ -83,7 +89,7 @@ def dial_like(given: aio.Redis | aio.RedisCluster | redis.Redis, timeout_s: floa
         raise BrokerUnsupported(
             f"the blocking client cannot take over a {pool_class.__name__}; give it a redis:// URL"
         )
-    return aio.Redis.from_pool(_pool_like(given.connection_pool, timeout_s))
+    return aio.Redis.from_pool(_pool_like(given.connection_pool, timeout_s, door))
 
 
 async def hang_up(client: Any) -> None:
@@ -107,33 +113,37 @@ async def look_again(client: Any) -> None:
         await client.connection_pool.disconnect(inuse_connections=False)
 
 
-def _by_sentinel(address: Address, timeout_s: float) -> aio.Redis:
+def _by_sentinel(address: Address, timeout_s: float, door: Door) -> aio.Redis:
     kind: Any = SentinelManagedSSLConnection if address.tls else SentinelManagedConnection
     asking = {**address.sentinel_options, **_settings(timeout_s)}
     if address.tls:
         asking["ssl"] = True
-    sentinel = _Sentinels(list(address.hosts), asking)
+    sentinel = _Sentinels(list(address.hosts), asking, door)
     pool = SentinelConnectionPool(  # type: ignore[no-untyped-call]  # the same
         address.service,
         sentinel,
-        connection_class=mended(kind),
+        connection_class=mended(kind, door),
         **{**address.options, **_settings(timeout_s)},
     )
     return aio.Redis.from_pool(pool)
 
 
-def _cluster(hosts: Any, options: Mapping[str, Any], timeout_s: float) -> aio.RedisCluster:
+def _cluster(
+    hosts: Any, options: Mapping[str, Any], timeout_s: float, door: Door
+) -> aio.RedisCluster:
     client = aio.RedisCluster(
         startup_nodes=[ClusterNode(host, port) for host, port in hosts],
         require_full_coverage=False,  # a shard that fails over is no reason to give up the others
         **{**options, **_settings(timeout_s)},
     )
     kwargs: dict[str, Any] = client.connection_kwargs  # of the nodes that it will find
-    kwargs["connection_class"] = mended(kwargs["connection_class"])
+    kwargs["connection_class"] = mended(kwargs["connection_class"], door)
+    for node in client.startup_nodes:
+        node.connection_class = kwargs["connection_class"]
     return client
 
 
-def _cluster_like(given: aio.RedisCluster, timeout_s: float) -> aio.RedisCluster:
+def _cluster_like(given: aio.RedisCluster, timeout_s: float, door: Door) -> aio.RedisCluster:
     nodes = given.nodes_manager
     hosts = [(node.host, int(node.port)) for node in nodes.startup_nodes.values()]
     theirs = given.connection_kwargs
@@ -141,10 +151,10 @@ def _cluster_like(given: aio.RedisCluster, timeout_s: float) -> aio.RedisCluster
     options = {k: v for k, v in options.items() if k not in _NOT_OF_A_CLUSTER}
     options["ssl"] = "SSL" in theirs["connection_class"].__name__
     options["address_remap"] = nodes.address_remap
-    return _cluster(hosts, options, timeout_s)
+    return _cluster(hosts, options, timeout_s, door)
 
 
-def _pool_like(pool: Any, timeout_s: float) -> aio.ConnectionPool:
+def _pool_like(pool: Any, timeout_s: float, door: Door) -> aio.ConnectionPool:
     name = pool.connection_class.__name__
     kind: Any = aio.Connection
     if "SSL" in name:
@@ -152,7 +162,9 @@ def _pool_like(pool: Any, timeout_s: float) -> aio.ConnectionPool:
     elif "Unix" in name:
         kind = aio.UnixDomainSocketConnection
     options = _carried(pool.connection_kwargs, tls=kind is aio.SSLConnection)
-    return aio.ConnectionPool(connection_class=mended(kind), **{**options, **_settings(timeout_s)})
+    return aio.ConnectionPool(
+        connection_class=mended(kind, door), **{**options, **_settings(timeout_s)}
+    )
 
 
 def _carried(theirs: Mapping[str, Any], *, tls: bool) -> dict[str, Any]:

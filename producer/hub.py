@@ -159,7 +159,9 @@ class Hub:
         self.closed = True
         lines, self._lines = list(self._lines.values()), {}
         for line in lines:
-            await line.aclose()
+            line.end()  # all are told, whatever becomes of the waiting
+        for line in lines:
+            await line.ended()
 
     async def locate(self, partitions: set[int]) -> None:
         """Ask where partitions live now; those that cannot be found stay where they were."""
@@ -250,17 +252,22 @@ class _Line:
         if wire is not None and wire._writer is not None:
             wire._writer.transport.abort()
 
-    async def aclose(self) -> None:
-        """End the task and the connection."""
-        task, self._task = self._task, None
-        while task is not None and not task.done():
-            task.cancel()  # more than once: redis-py may lose a cancel while it connects
-            await asyncio.wait([task], timeout=0.1)
+    def end(self) -> None:
+        """Tell all who listen, and begin to end the task and the connection."""
+        if self._task is not None:
+            self._task.cancel()
         for ears in self._ears.values():
             for subscription in ears:
                 subscription.cut_off()
         for confirmed in self._confirmed.values():
             confirmed.set()  # whoever waits for it finds the hub closed
+
+    async def ended(self) -> None:
+        """Return when they have ended."""
+        task, self._task = self._task, None
+        while task is not None and not task.done():
+            await asyncio.wait([task], timeout=0.1)
+            task.cancel()  # more than once: redis-py may lose a cancel while it connects
 
     async def _say(self, command: str, *channels: str) -> bool:
         """Send when connected. What cannot be sent now is made good by the next connection."""

@@ -9,6 +9,7 @@ from redis.exceptions import ConnectionError
 
 from tokenfleet.producer.address import parse_address
 from tokenfleet.producer.dialing import dial, hang_up
+from tokenfleet.producer.mended import Door
 
 MASTER = {"ip": "127.0.0.1", "port": 1, "is_master": True, "is_sdown": False, "is_odown": False}
 
@@ -16,7 +17,9 @@ MASTER = {"ip": "127.0.0.1", "port": 1, "is_master": True, "is_sdown": False, "i
 async def test_no_sentinel_is_lost_when_calls_ask_for_the_master_at_once(
     monkeypatch: Any,
 ) -> None:
-    client = dial(parse_address("redis+sentinel://127.0.0.1:1,127.0.0.1:2,127.0.0.1:3/main"), 1.0)
+    client = dial(
+        parse_address("redis+sentinel://127.0.0.1:1,127.0.0.1:2,127.0.0.1:3/main"), 1.0, Door()
+    )
     asked = client.connection_pool.sentinel_manager
     every = list(asked.sentinels)
     closed: list[Any] = []
