@@ -15,27 +15,28 @@ from torch import Tensor
 from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tokenfleet.kernels.arguments import fields_of
 from tokenfleet.kernels.backend import backend, recorded_by
 from tokenfleet.kernels.workspace import Workspace
 
 Arguments = bytes
 _PACK = struct.Struct("@Pq").pack  # the argument struct of program.cpp
 
-_ROWS_AT = {
-    "tf_rms_norm": 3,
-    "tf_add_rms_norm": 5,
-    "tf_add_rms_norm_int8": 6,
-    "tf_silu_mul": 2,
-    "tf_gelu_tanh_mul": 2,
-    "tf_linear_bf16": 9,
-    "tf_linear_int8": 9,
-    "tf_gated_bf16": 9,
-    "tf_gated_int8": 9,
-    "tf_rope_kv": 24,
+_ROWS_IN = {
+    "tf_rms_norm": "outer",
+    "tf_add_rms_norm": "rows",
+    "tf_add_rms_norm_int8": "rows",
+    "tf_silu_mul": "rows",
+    "tf_gelu_tanh_mul": "rows",
+    "tf_linear_bf16": "rows",
+    "tf_linear_int8": "rows",
+    "tf_gated_bf16": "linear.rows",
+    "tf_gated_int8": "linear.rows",
+    "tf_rope_kv": "tokens",
 }
-"""Which of the fields of a kernel, of 8 bytes each, is the number of rows or a multiple of it."""
-_SEQUENCES_AT = {"tf_rope_kv": 14, "tf_paged_attention": 14}
-"""Which field is the number of sequences."""
+"""Which of a kernel's arguments is the number of rows or a multiple of it."""
+_SEQUENCES_IN = {"tf_rope_kv": "batch.sequences", "tf_paged_attention": "batch.sequences"}
+"""Which one is the number of sequences."""
 
 
 class NotRecordable(RuntimeError):
@@ -90,15 +91,17 @@ class RowsProgram:
         sequences, at = [], 0
         for i, (function, arguments) in enumerate(program.calls):
             name = function.__name__
-            if name not in _ROWS_AT and name not in _SEQUENCES_AT:
+            if name not in _ROWS_IN and name not in _SEQUENCES_IN:
                 raise NotRecordable(f"where {name} has its number of rows is not known")
-            if name in _ROWS_AT:
-                field = at + _ROWS_AT[name]
-                rows.append((field, int(self._arguments[field]) // most_rows))
-            if name in _SEQUENCES_AT:
-                sequences.append(at + _SEQUENCES_AT[name])
+            fields = fields_of(name)
+            assert len(arguments) == 8 * len(fields), name
+            if name in _ROWS_IN:
+                place = at + fields.index(_ROWS_IN[name])
+                rows.append((place, int(self._arguments[place]) // most_rows))
+            if name in _SEQUENCES_IN:
+                sequences.append(at + fields.index(_SEQUENCES_IN[name]))
             program.point(i, self._arguments.ctypes.data + 8 * at)
-            at += len(arguments) // 8
+            at += len(fields)
         self._rows_at, self._a_row = np.array(rows, np.int64).reshape(-1, 2).T.copy()
         self._sequences_at = np.array(sequences, np.int64)
 

@@ -5,7 +5,8 @@ import threading
 import pytest
 import torch
 
-from tokenfleet.kernels import backend
+from tokenfleet.kernels import backend, recording
+from tokenfleet.kernels.arguments import fields_of
 from tokenfleet.kernels.logsumexp import logsumexp
 from tokenfleet.kernels.norm import add_rms_norm, rms_norm
 from tokenfleet.kernels.recording import NotRecordable, record, record_rows
@@ -163,3 +164,11 @@ def test_a_kernel_without_a_number_of_rows_is_refused(cpp):
     logits = torch.randn(3, 50)
     with pytest.raises(NotRecordable, match="tf_logsumexp"):
         record_rows(lambda: logsumexp(logits), Workspace(), 3)
+
+
+def test_every_argument_that_a_program_of_rows_changes_has_its_name_in_the_kernels_struct():
+    for kernel, field in [*recording._ROWS_IN.items(), *recording._SEQUENCES_IN.items()]:
+        assert field in fields_of(kernel)
+    assert fields_of("tf_add_rms_norm")[3:7] == ("out", "total", "rows", "width")
+    with pytest.raises(LookupError, match="tf_unheard_of"):
+        fields_of("tf_unheard_of")
