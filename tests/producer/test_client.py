@@ -155,7 +155,7 @@ async def test_a_password_is_in_no_message():
 
 
 async def test_a_server_that_hangs_is_not_waited_for_for_ever(own_lab):
-    client = own_lab.client(connect_timeout_s=1.5)
+    client = own_lab.client(connect_timeout_s=3.0)
     await client.connect()
     own_lab.server.pause()
     with pytest.raises(BrokerUnavailable):

@@ -245,7 +245,7 @@ async def test_a_stream_survives_a_server_that_dies_and_comes_back(own_lab):
 async def test_a_server_that_stays_away_interrupts_the_stream_at_its_offset(own_lab):
     writer = await writer_for(own_lab)
     await writer.write(4)
-    client = own_lab.client(connect_timeout_s=1.5, silence_s=0.1)
+    client = own_lab.client(connect_timeout_s=3.0, silence_s=0.1)
     stream = client.job(writer.job.id).stream()
     events = [await anext(stream) for _ in range(4)]
     own_lab.server.kill()

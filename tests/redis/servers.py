@@ -12,6 +12,9 @@ import redis
 from tokenfleet.producer.embedded import EmbeddedServer, answers, free_port
 
 SLOTS = 16384
+CALM_MS = 300_000
+"""So long sentinels wait for a master's answer until they are told that one is about to fail."""
+ALERT_MS = 500
 
 
 def cluster_node(folder: Path) -> EmbeddedServer:
@@ -62,7 +65,7 @@ async def start_sentinel(
         (folder / "sentinel.conf").write_text(
             f"port {port}\nbind 127.0.0.1\ndir {folder}\nlogfile {folder}/log\n"
             f"sentinel monitor main 127.0.0.1 {master.port} 2\n"
-            "sentinel down-after-milliseconds main 500\n"
+            f"sentinel down-after-milliseconds main {CALM_MS}\n"
             "sentinel failover-timeout main 3000\n"
         )
         command = [str(binary), str(folder / "sentinel.conf"), "--sentinel"]
@@ -73,6 +76,13 @@ async def start_sentinel(
                 return port
             await asyncio.sleep(0.01)
         assert "Failed listening on port" in (folder / "log").read_text()
+
+
+def be_alert(url: str) -> None:
+    """Let the sentinels of a URL take a silent master for down soon."""
+    for host in url.removeprefix("redis+sentinel://").partition("/")[0].split(","):
+        with redis.Redis(port=int(host.rpartition(":")[2])) as sentinel:
+            sentinel.execute_command("SENTINEL SET", "main", "down-after-milliseconds", ALERT_MS)
 
 
 async def knows_its_peers(port: int) -> None:

@@ -12,6 +12,8 @@ import redis
 from tokenfleet.producer import JobExpired
 from tokenfleet.producer.embedded import EmbeddedServer
 
+from .servers import be_alert
+
 JOBS, TOKENS = 6, 600
 
 
@@ -76,10 +78,14 @@ async def test_jobs_go_on_when_sentinels_promote_a_replica(
     pair, sentinels, site_at, until, answer
 ) -> None:
     await pair.in_step(until)
-    site = site_at(await sentinels(pair.master))
+    url = await sentinels(pair.master)
+    site = site_at(url)
     worker, _jobs, following = await running_jobs(site, until)
+    worker.engine.may_step.clear()  # no job ends before its master does
     await asyncio.to_thread(pair.heard)
+    await asyncio.to_thread(be_alert, url)
     await asyncio.to_thread(pair.master.kill)
+    worker.engine.may_step.set()
     check(answer, await following)
     with redis.Redis(port=pair.replica.port) as node:
         assert node.info("replication")["role"] == "master"
@@ -96,10 +102,12 @@ async def test_jobs_go_on_when_the_name_moves_to_a_promoted_replica(
     proxy = await proxy_to(pair.master.port)
     site = site_at(proxy.url)
     worker, _jobs, following = await running_jobs(site, until)
+    worker.engine.may_step.clear()  # no job ends before the name moves
     await asyncio.to_thread(pair.heard)
     pair.promote()
     proxy.target = pair.replica.port  # only new connections are led there
     pair.demote()
+    worker.engine.may_step.set()
     check(answer, await following)
     await site.follow(await site.submit("later ", 20))
     assert worker.service.not_ready() == []
@@ -113,14 +121,18 @@ async def test_tokens_lost_with_the_old_master_are_made_again_and_seen_once(
     await pair.in_step(until)
     proxy = await proxy_to(pair.master.port)
     site = site_at(proxy.url)
-    _worker, jobs, following = await running_jobs(site, until)
+    worker, jobs, following = await running_jobs(site, until)
+    worker.engine.may_step.clear()  # no job ends before the replica is cut off, nor before it leads
     await asyncio.to_thread(pair.heard)
     pair.cut_off()
     before = [(await job.status()).offset for job in jobs]
+    worker.engine.may_step.set()
     await until(lambda: _grown(jobs, before, 30))
+    worker.engine.may_step.clear()
     pair.promote()
     proxy.target = pair.replica.port
     await asyncio.to_thread(pair.master.kill)
+    worker.engine.may_step.set()
     all_events = await following
     check(answer, all_events)
     assert all(events[-1].attempt > 1 for events in all_events)
@@ -151,10 +163,12 @@ async def test_jobs_go_on_when_a_cluster_promotes_a_replica(
 ) -> None:
     url, doomed = cluster_with_replica
     site = site_at(url)
-    _worker, jobs, following = await running_jobs(site, until, lease_s=6)
+    worker, jobs, following = await running_jobs(site, until, lease_s=6)
+    worker.engine.may_step.clear()  # no job ends before its master does
     partitions = {int(job.id.rpartition(".")[2]) for job in jobs}
     assert len(partitions) == JOBS
     await asyncio.to_thread(doomed.kill)
+    worker.engine.may_step.set()
     check(answer, await following)
     more = [await site.submit("more ", 20) for _ in range(16)]
     await asyncio.gather(*map(site.follow, more))

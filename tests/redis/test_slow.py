@@ -33,12 +33,12 @@ async def test_leases_hold_over_a_slow_line(valkey, proxy_to, site_at, until, an
     watches."""
     proxy = await proxy_to(valkey.port)
     site = site_at(valkey.url, worker_url=proxy.url)
-    site.worker(lease_s=4, step_s=0.01)
+    site.worker(lease_s=8, step_s=0.018)
     jobs = [await site.submit(f"job {i} ", 500) for i in range(4)]
     following = asyncio.gather(*map(site.follow, jobs))
     await until(lambda: _all_started(jobs))
     proxy.delay_s = 0.06
-    site.worker(lease_s=4, step_s=0.01)
+    site.worker(lease_s=8, step_s=0.018)
     for number, events in enumerate(await following):
         assert "".join(e.text for e in events) == answer(f"job {number} ", 500)
     assert {(await job.status()).failures for job in jobs} == {0}
@@ -70,17 +70,18 @@ async def test_a_worker_behind_a_line_that_stays_silent_gives_up_its_jobs(
     """Another worker, whose line works, goes on; the silent one publishes nothing more of them."""
     proxy = await proxy_to(valkey.port)
     site = site_at(valkey.url, worker_url=proxy.url)
-    silent = site.worker(lease_s=2, step_s=0.01)
+    silent = site.worker(lease_s=4, step_s=0.01)
     jobs = [await site.submit(f"job {i} ", 500) for i in range(4)]
     following = asyncio.gather(*map(site.follow, jobs))
     await until(lambda: _all_started(jobs))
+    before = [(await job.status()).attempt for job in jobs]
     proxy.hang()
     await until(lambda: len(silent.service.roster) == 0)  # before anyone else can have them
     site.worker_url = valkey.url
-    site.worker(lease_s=2, step_s=0.002)
+    site.worker(lease_s=4, step_s=0.002)
     for number, events in enumerate(await following):
         assert "".join(e.text for e in events) == answer(f"job {number} ", 500)
-        assert events[-1].attempt == 2
+        assert events[-1].attempt > before[number]
     proxy.flow()
     proxy.cut()  # what hung arrives no more
 
@@ -90,7 +91,7 @@ async def test_without_a_file_a_restart_forgets_what_waits_and_keeps_what_runs(
 ) -> None:
     with EmbeddedServer() as server:
         site = site_at(server.url)
-        site.worker(max_num_seqs=2, lease_s=3, step_s=0.005)
+        site.worker(max_num_seqs=2, lease_s=4, step_s=0.005)
         running = [await site.submit(f"job {i} ", 400) for i in range(2)]
         await until(lambda: _all_started(running))
         waiting = await site.submit("waits ", 10)
