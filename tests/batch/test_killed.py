@@ -109,8 +109,8 @@ async def test_killed_again_and_again_every_line_is_answered_once(
                 "redis_url": server.url,
                 "model": byte_tokenizer,
                 "model_name": "m",
-                "simulated_step_ms": 5,
-                "max_num_seqs": 256,
+                "simulated_step_ms": 5 if LONG else 20,
+                "max_num_seqs": 256 if LONG else 16,  # no more lines are done while we look away
             },
             tmp_path / "w0.log",
             environment={"OMP_NUM_THREADS": "1", "TOKENFLEET_MODEL": None},

@@ -144,7 +144,10 @@ def test_the_engine_is_compared_with_transformers_in_one_run(tiny_checkpoint: Pa
 
 def test_the_fleet_is_compared_with_the_engine_alone_in_one_run(tiny_checkpoint: Path) -> None:
     config = BenchConfig(tiny_checkpoint, counts=(2,), repeats=1, threads=1)
-    report = bench_fleet(config, lambda _: None, lambda _: None)
+    for _ in range(3):  # a busy machine may let the first job end before the second one comes
+        report = bench_fleet(config, lambda _: None, lambda _: None)
+        if all(summary.middle("mean_batch") > 1.0 for summary in report.summaries):
+            break
     assert {summary.engine for summary in report.summaries} == {"fleet", "engine"}
     (row,) = [summary for summary in report.summaries if summary.engine == "fleet"]
     assert 0 < row.middle("ttft_outside_worker_s") < row.middle("ttft_mean_s")

@@ -237,6 +237,7 @@ def test_smollm2_text_round_trips(smollm2):
 
 
 def test_other_threads_go_on_while_a_long_text_is_encoded():
+    """In one of some tries: a busy machine may give another thread no turn in all of one."""
     text_codec, text, encoding = codec(byte_level_tokenizer()), "some word " * 20_000, []
 
     def encode():
@@ -244,10 +245,13 @@ def test_other_threads_go_on_while_a_long_text_is_encoded():
         text_codec.encode(text)
         encoding.clear()
 
-    thread, turns = threading.Thread(target=encode), 0
-    thread.start()
-    while thread.is_alive():
-        turns += bool(encoding)
-        time.sleep(0)
-    thread.join()
-    assert turns > 10
+    def turns_of_another() -> int:
+        thread, turns = threading.Thread(target=encode), 0
+        thread.start()
+        while thread.is_alive():
+            turns += bool(encoding)
+            time.sleep(0)
+        thread.join()
+        return turns
+
+    assert any(turns_of_another() > 10 for _ in range(20))

@@ -40,6 +40,13 @@ class Received:
             for span in scope.spans
         }
 
+    def spans(self, *names: str) -> dict[str, Any]:
+        """All spans up to and with these, in however many requests they come."""
+        found: dict[str, Any] = {}
+        while not set(names) <= found.keys():
+            found |= self.next_spans()
+        return found
+
     def span_names(self) -> set[str]:
         return set(self.next_spans())
 
@@ -51,6 +58,10 @@ class Received:
             for scope in resource.scope_metrics
             for metric in scope.metrics
         }
+
+    def wait_for_metric(self, name: str) -> None:
+        while name not in self.metric_names():
+            pass
 
 
 class _Traces(trace_service_pb2_grpc.TraceServiceServicer):

@@ -345,7 +345,7 @@ def test_spans_reach_the_trace_file_one_object_a_line(tmp_path: Path) -> None:
     telemetry.job_claimed(done)
     telemetry.job_claimed(open_)
     telemetry.job_ended(done, "finished", a_result())
-    telemetry.shutdown(5.0)
+    telemetry.shutdown(240.0)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == 4, "an open span is written at shutdown"
     (chat,) = [x for x in lines if x["trace_id"] == TRACE and x["name"].startswith("text")]

@@ -45,7 +45,7 @@ async def test_a_worker_with_the_least_rights_serves_and_sees_its_queue(
         while not await worker.metric("tokenfleet_ready"):  # noqa: ASYNC110  # a scrape has no event
             await asyncio.sleep(0.05)
         assert "NOPERM" not in worker.last_lines(1000)
-        assert await worker.stop() == 0
+        assert await worker.stop(240.0) == 0
         stranger = Redis.from_url(urls["worker"])
         with pytest.raises(NoPermissionError):
             await stranger.set("other", "x")

@@ -66,16 +66,17 @@ async def test_a_jobs_trace_goes_from_the_producer_to_its_last_token(
                 )
                 sender = trace.get_current_span().get_span_context().span_id
             await job.result(timeout_s=240)
-        assert await worker.stop() == 0
-    spans = received.next_spans()
-    process, chat = spans["process echo:default"], spans["chat echo"]
+        names = ("process echo:default", "chat echo")
+        spans = await asyncio.to_thread(received.spans, *names)
+        assert await worker.stop(240.0) == 0
+    process, chat = (spans[name] for name in names)
     assert process.trace_id.hex() == chat.trace_id.hex() == trace_id
     assert process.parent_span_id.hex() == f"{sender:016x}", "no SDK here: send makes no span"
     assert chat.parent_span_id == process.span_id
     assert [event.name for event in chat.events] == ["claimed", "first_token"]
     attributes = {pair.key: pair.value for pair in chat.attributes}
     assert attributes["gen_ai.usage.output_tokens"].int_value == 5
-    assert "gen_ai.server.time_to_first_token" in received.metric_names()
+    received.wait_for_metric("gen_ai.server.time_to_first_token")
 
 
 PRODUCER = """
@@ -112,22 +113,17 @@ async def test_one_trace_holds_request_send_process_and_chat_as_documented(
         assert producer.returncode == 0
         job_id, trace_id = said.decode().split()
         page = await asyncio.to_thread(scraped, worker.health_port)
-        assert await worker.stop() == 0
+        names = ("handle", "send echo:interactive", "process echo:interactive", "chat echo")
+        spans = await asyncio.to_thread(grpc_receiver.spans, *names)
+        assert await worker.stop(240.0) == 0
     arrived: set[str] = set()
     while not grpc_receiver.metrics.empty():
         arrived |= grpc_receiver.metric_names()
-    names = (value for value in vars(semconv).values() if isinstance(value, str))
-    ours = {name for name in names if name.startswith(("tokenfleet_", "gen_ai.server."))}
+    named = (value for value in vars(semconv).values() if isinstance(value, str))
+    ours = {name for name in named if name.startswith(("tokenfleet_", "gen_ai.server."))}
     workers = {name for name in ours if not name.startswith("tokenfleet_gateway_")}
     assert workers <= arrived, "every metric of a worker went over OTLP as well"
-    spans: dict[str, Any] = {}
-    wanted = {"handle", "send echo:interactive", "process echo:interactive", "chat echo"}
-    while not wanted <= spans.keys():
-        spans |= grpc_receiver.next_spans()
-    handle, send, process, chat = (
-        spans[name]
-        for name in ("handle", "send echo:interactive", "process echo:interactive", "chat echo")
-    )
+    handle, send, process, chat = (spans[name] for name in names)
     assert {span.trace_id.hex() for span in spans.values()} == {trace_id}
     chain = [(child.parent_span_id, parent.span_id) for parent, child in (
         (handle, send), (send, process), (process, chat),
@@ -192,8 +188,9 @@ async def test_the_jobs_of_a_batch_link_to_their_producer(
                 one = {"model": "echo", "prompt": "hi", "sampling": SamplingParams(max_tokens=2)}
                 (job,) = await client.submit_many([one])
             await job.result(timeout_s=240)
-        assert await worker.stop() == 0
-    process = grpc_receiver.next_spans()["process echo:default"]
+        spans = await asyncio.to_thread(grpc_receiver.spans, "process echo:default")
+        assert await worker.stop(240.0) == 0
+    process = spans["process echo:default"]
     assert process.trace_id.hex() != trace_id
     assert [link.trace_id.hex() for link in process.links] == [trace_id]
 
@@ -212,4 +209,4 @@ async def test_a_worker_with_a_dead_collector_serves_and_ends_as_ever(
             )
             for job in jobs:
                 assert (await job.result(timeout_s=240)).usage.completion_tokens == 200
-        assert await worker.stop(patience_s=30.0) == 0, "it ended by itself, and not by SIGKILL"
+        assert await worker.stop(patience_s=240.0) == 0, "it ended by itself, and not by SIGKILL"
