@@ -54,29 +54,6 @@ def keys_at(of: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.
     return np.ascontiguousarray(h).view(np.int32).reshape(-1, 2)
 
 
-def device_row_keys(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
-    """row_keys on the device of its arguments, int64 [R] each; a seed from 2^63 on is passed as the
-    negative number with the same bits."""
-    if uses_triton(seeds):
-        from tokenfleet.kernels.gpu import rng as gpu
-
-        return gpu.row_keys(seeds, choices, positions)
-    h = _splitmix64(_splitmix64(_splitmix64(seeds) ^ choices) ^ positions)
-    return torch.stack([h, h >> 32], dim=1).bitwise_and_(0xFFFFFFFF).to(torch.int32)
-
-
-def _splitmix64(x: Tensor) -> Tensor:
-    """splitmix64 on int64, which wraps around; `>>` keeps the sign, so it is masked off."""
-    z = x + _signed(_GOLDEN)
-    z = (z ^ ((z >> 30) & (1 << 34) - 1)) * _signed(_S1)
-    z = (z ^ ((z >> 27) & (1 << 37) - 1)) * _signed(_S2)
-    return z ^ ((z >> 31) & (1 << 33) - 1)
-
-
-def _signed(x: np.uint64) -> int:
-    return int(x.astype(np.int64))
-
-
 def bits(keys: Tensor, tokens: Tensor) -> Tensor:
     """Random bits as int32, for keys int32 [R, 2] and token ids int32 broadcastable to [R, N]."""
     if uses_triton(keys) and tokens.numel() == tokens.shape[-1]:

@@ -1,6 +1,6 @@
 """Triton form of rng.py: the same bits, from unsigned arithmetic that wraps around.
 
-What other kernels draw with (`bits_of`, `gumbel_of`), and the row keys, made where positions are.
+What other kernels draw with is `bits_of` and `gumbel_of`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,6 @@ from tokenfleet.kernels.gpu.registry import Example
 TILE = 1024
 
 
-def row_keys(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
-    """See rng.device_row_keys."""
-    count = seeds.numel()
-    keys = torch.empty((count, 2), dtype=torch.int32, device=seeds.device)
-    columns = [column.contiguous() for column in (seeds, choices, positions)]
-    launch(_row_keys, (triton.cdiv(count, TILE),), *columns, keys, count, TILE=TILE)
-    return keys
-
-
 def bits(keys: Tensor, tokens: Tensor) -> Tensor:
     """See rng.py; tokens [N] or [1, N]."""
     rows, count = keys.shape[0], tokens.shape[-1]
@@ -37,9 +28,7 @@ def bits(keys: Tensor, tokens: Tensor) -> Tensor:
 
 
 def examples(device: torch.device) -> Iterator[Example]:
-    """The keys of a step, and the bits of one row."""
-    ids = torch.zeros(256, dtype=torch.int64, device=device)
-    yield Example("row_keys 256", lambda: row_keys(ids, ids, ids), moved_bytes=32 * 256)
+    """The bits of one row."""
     keys = torch.zeros((1, 2), dtype=torch.int32, device=device)
     tokens = torch.zeros(151936, dtype=torch.int32, device=device)
     yield Example("bits 1x151936", lambda: bits(keys, tokens), moved_bytes=8 * 151936)
@@ -67,27 +56,6 @@ def gumbel_of(bits):
     """Standard Gumbel noise from uint32 bits."""
     uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
     return -tl.log(-tl.log(uniform))
-
-
-@triton.jit
-def _splitmix64(x):
-    z = x + 0x9E3779B97F4A7C15
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-    return z ^ (z >> 31)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _row_keys(seeds, choices, positions, keys, count, TILE: tl.constexpr):
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = at < count
-    h = _splitmix64(tl.load(seeds + at, mask=inside, other=0).to(tl.uint64, bitcast=True))
-    choice = tl.load(choices + at, mask=inside, other=0).to(tl.uint64, bitcast=True)
-    h = _splitmix64(h ^ choice)
-    position = tl.load(positions + at, mask=inside, other=0).to(tl.uint64, bitcast=True)
-    h = _splitmix64(h ^ position)
-    tl.store(keys + at * 2, h.to(tl.uint32).to(tl.int32, bitcast=True), mask=inside)
-    tl.store(keys + at * 2 + 1, (h >> 32).to(tl.uint32).to(tl.int32, bitcast=True), mask=inside)
 
 
 @triton.jit

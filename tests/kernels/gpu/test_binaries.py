@@ -14,7 +14,6 @@ from tokenfleet.kernels.gpu import linear as gpu_linear
 from tokenfleet.kernels.gpu.launch import TARGETS, recording
 from tokenfleet.kernels.norm import add_rms_norm, add_rms_norm_fp8, rms_norm
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool, paged_attention
-from tokenfleet.kernels.rng import device_row_keys
 from tokenfleet.kernels.rope_kv import rope_and_write_kv
 from tokenfleet.kernels.sampling import PenaltyRows, SamplingRows, penalise, sample
 from tokenfleet.kernels.token_pool import gather_tokens, scatter_tokens
@@ -85,7 +84,7 @@ def products(n):
 
 def drawing(n):
     one = empty(n, dtype=torch.float32)
-    keys = device_row_keys(ids(n), ids(n), ids(n))
+    keys = empty(n, 2, dtype=torch.int32)
     sample(empty(n, 50048, dtype=torch.float32), SamplingRows(one, ids(n), one, one, keys, True))
 
 
