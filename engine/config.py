@@ -46,13 +46,14 @@ class EngineConfig:
     """Share of the card's memory that this process may use. On a CPU it means nothing: a quarter of
     the memory that is available at the start may go to KV blocks there."""
     enforce_eager: bool = False
-    """No CUDA graphs, no recorded decode steps on a CPU, no compiled pieces."""
+    """No CUDA graphs, no recorded steps on a CPU."""
     overlap: bool | None = None
     """Schedule the next step while the device computes this one; None = on CUDA. Outputs are the
     same; events come one step later."""
     dtype: str = "auto"
     """auto = the checkpoint's on CUDA, the fastest measured one on a CPU."""
     device: str = "auto"
+    """auto = CUDA where torch finds a device, else the CPU."""
     quantization: str | None = None
     """Weights and activations of the layers' products in 8 bits: "int8" (on a CPU), "fp8" (a scale
     per output and per token), "fp8_block" (per 128 x 128 weights and per 128 inputs). On a CPU FP8

@@ -82,7 +82,7 @@ class WorkerSettings(BaseSettings):
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of the card's memory that the engine may use."""
     enforce_eager: bool = False
-    """No CUDA graphs, no recorded decode steps on a CPU, no compiled pieces."""
+    """No CUDA graphs, no recorded steps on a CPU."""
     overlap: bool | None = None
     """Schedule the next step while the device computes this one; None = on CUDA."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"

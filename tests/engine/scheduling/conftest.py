@@ -53,9 +53,6 @@ class Launched:
     orders: list
     result: StepResult | None = None
 
-    def touches(self, block):
-        return any(block in order.table for order in self.orders)
-
 
 class HashModel:
     """Keeps one cell per KV position, with the copies and the block tables of the plan."""
