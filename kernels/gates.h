@@ -24,12 +24,7 @@ INLINE f32x16 silu_in_16_bits(f32x16 x) {
 #if defined(__AVX512DQ__)
     // e^-x as a power of two; of a NaN the product makes a NaN again
     const f32x16 power = (f32x16)_mm512_min_ps((__m512)(x * -1.44269504088896341f), _mm512_set1_ps(126.0f));
-    const f32x16 r = (f32x16)_mm512_reduce_ps((__m512)power, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // power - floor(power)
-    f32x16 p = r * 1.3534094093e-2f + 5.2011608187e-2f;
-    p = p * r + 2.4144266077e-1f;
-    p = p * r + 6.9300385761e-1f;
-    p = p * r + 1.0000025917f;
-    return x * reciprocal(1.0f + (f32x16)_mm512_scalef_ps((__m512)p, (__m512)power));
+    return x * reciprocal(1.0f + power_of_two_above(power));
 #else
     return silu(x);
 #endif

@@ -2,7 +2,7 @@
 //
 // Work is cut into items whose shape depends only on their own sequence, so a sequence's result
 // does not depend on what else is in the batch nor on the number of threads:
-//   decode item (sequence, KV head, split of SPLIT tokens): reads its K and V once, for all query
+//   decode item (sequence, KV head, split of SPLIT or TALL_SPLIT tokens): reads its K and V once, for all query
 //     heads of the group; the splits of a sequence are merged at the end;
 //   chunk item (sequence, KV head, block of query tokens): online softmax over tiles of TILE tokens.
 #include "paged_chunk.h"
@@ -39,12 +39,13 @@ struct Plan {
     void add_decode(const Problem& p, int64_t s) {
         decodes.push_back(s);
         first_partial.push_back(partials);
-        int64_t length = p.kv_lens[s], first = p.first_visible(length - 1);
+        const int64_t length = p.kv_lens[s], first = p.first_visible(length - 1);
+        const int64_t split = decodes_on_tiles(p) ? TALL_SPLIT : SPLIT;
         if (length == 0) return;
         for (int32_t h = 0; h < p.kv_heads; h++)
-            for (int64_t i = first / SPLIT; i * SPLIT < length; i++) {
-                int64_t begin = i * SPLIT > first ? i * SPLIT : first;
-                int64_t end = (i + 1) * SPLIT < length ? (i + 1) * SPLIT : length;
+            for (int64_t i = first / split; i * split < length; i++) {
+                int64_t begin = i * split > first ? i * split : first;
+                int64_t end = (i + 1) * split < length ? (i + 1) * split : length;
                 items.push_back({(int32_t)s, h, begin, end, partials++});
             }
     }
@@ -63,12 +64,20 @@ EXPORT void tf_paged_attention(const AttentionArguments* arguments) {
     const int64_t items = plan.items.size(), merges = plan.decodes.size() * q_heads;
 #pragma omp parallel if (plan.work > SERIAL_ELEMENTS * 4)
     {
+        bool configured = false;
 #pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < items; i++) {
-            if (plan.items[i].partial >= 0) decode_item(p, plan.items[i], memory);
-            else if (on_tiles) chunk_item_on_tiles(p, plan.items[i]);
-            else chunk_item(p, plan.items[i]);
+        for (int64_t i = 0; i < items; i++) {  // chunks, which leave no tiles configured, come first
+            if (plan.items[i].partial >= 0) {
+                if (!configured) configure_decode_tiles(p);
+                configured = true;
+                decode_item(p, plan.items[i], memory);
+            } else if (on_tiles) {
+                chunk_item_on_tiles(p, plan.items[i]);
+            } else {
+                chunk_item(p, plan.items[i]);
+            }
         }
+        if (configured) release_decode_tiles(p);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < merges; i++) {
             int64_t d = i / q_heads, head = i % q_heads, group = p.group();

@@ -3,6 +3,7 @@
 
 #include "paged_decode_bytes.h"
 #include "paged_decode_pairs.h"
+#include "paged_decode_tiles.h"
 #include "paged_problem.h"
 
 namespace tf {
@@ -79,10 +80,18 @@ template <typename F> INLINE void by_heads(const Problem& p, const Item& item, f
     }
 }
 
+// Where decodes_on_tiles the tiles are configured for it.
 inline void decode_item(const Problem& p, const Item& item, float* partials) {
+    float* partial = partials + item.partial * p.group() * partial_size(p);
+    if (decodes_on_tiles(p)) {
+        const Sixteens tokens(p, item);
+        by_heads(p, item, partial, [&]<int HEADS>(int64_t head, float* to) {
+            tile_heads<HEADS>(p, item, head, tokens, to);
+        });
+        return;
+    }
     int64_t rows[SPLIT];
     p.find_rows(item.sequence, item.head, item.begin, item.end, rows);
-    float* partial = partials + item.partial * p.group() * partial_size(p);
     if (decodes_in_pairs(p)) {
         by_heads(p, item, partial, [&]<int HEADS>(int64_t head, float* to) {
             pair_heads<HEADS>(p, item, head, rows, to);

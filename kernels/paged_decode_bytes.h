@@ -10,7 +10,7 @@ namespace tf {
 
 // The scales of the tokens of a decode item; 0 for those that fill up the last vector.
 struct RowScales {
-    alignas(64) float k[SPLIT], v[SPLIT];
+    alignas(64) float k[TALL_SPLIT], v[TALL_SPLIT];
 
     INLINE void find(const Problem& p, const Item& item) {
         const int64_t count = item.end - item.begin, bytes = (round_up(count, LANES) - count) * sizeof(float);
@@ -46,8 +46,8 @@ struct ByteQuery {
     uint32_t excess;
 
     INLINE void set(const float* q, int64_t dim) {
-        memset(high, 0, sizeof(high));
-        memset(low, 0, sizeof(low));
+        memset(high + dim, 0, sizeof(high) - dim);
+        memset(low + dim, 0, sizeof(low) - dim);
         f32x16 top = {}, check = {};
         for (int64_t i = 0; i < dim; i += LANES) {
             const f32x16 v = load(q + i);
@@ -113,26 +113,27 @@ INLINE void byte_scores(const int8_t* k, const int8_t* v, const int64_t* rows, i
     }
 }
 
-// Weights of a split as scale x (256 high + low).
+// Weights become scale x (256 high + low). Returns the scale.
+INLINE float in_two_bytes(const float* weights, int64_t whole, uint8_t* high, uint8_t* low) {
+    f32x16 top = {}, check = {};
+    for (int64_t j = 0; j < whole; j += LANES) {
+        const f32x16 v = load(weights + j);
+        top = max(top, v);
+        check += v * 0.0f;
+    }
+    const float highest = max(top), inverse = highest > 0.0f ? 65535.0f / highest : 0.0f;
+    for (int64_t j = 0; j < whole; j += LANES) {
+        const i32x16 both = round_to_int(load(weights + j) * inverse);
+        _mm_store_si128((__m128i*)(high + j), _mm512_cvtepi32_epi8(_mm512_srli_epi32((__m512i)both, 8)));
+        _mm_store_si128((__m128i*)(low + j), _mm512_cvtepi32_epi8((__m512i)both));
+    }
+    return highest / 65535.0f + sum(check);
+}
+
+// Those of a split.
 struct ByteWeights {
     alignas(64) uint8_t high[SPLIT], low[SPLIT];
     float scale;
-
-    INLINE void set(const float* weights, int64_t whole) {
-        f32x16 top = {}, check = {};
-        for (int64_t j = 0; j < whole; j += LANES) {
-            const f32x16 v = load(weights + j);
-            top = max(top, v);
-            check += v * 0.0f;
-        }
-        const float highest = max(top), inverse = highest > 0.0f ? 65535.0f / highest : 0.0f;
-        scale = highest / 65535.0f + sum(check);
-        for (int64_t j = 0; j < whole; j += LANES) {
-            const i32x16 both = round_to_int(load(weights + j) * inverse);
-            _mm_store_si128((__m128i*)(high + j), _mm512_cvtepi32_epi8(_mm512_srli_epi32((__m512i)both, 8)));
-            _mm_store_si128((__m128i*)(low + j), _mm512_cvtepi32_epi8((__m512i)both));
-        }
-    }
 };
 
 // out[h][0 : 64] = sum over j of weights[h][j] v[rows[j]], four tokens at a time: their rows are interleaved, so
@@ -202,7 +203,7 @@ void byte_heads(const Problem& p, const Item& item, int64_t first_head, const in
         partial[h * stride] = top;
         partial[h * stride + 1] = exponentiate(row, whole, top);
         multiply(row, scales.v, whole);
-        weights[h].set(row, whole);
+        weights[h].scale = in_two_bytes(row, whole, weights[h].high, weights[h].low);
     }
     for (int64_t i = 0; i < p.dim; i += PIECE) {
         const __mmask64 part = part_of_piece(p.dim - i);

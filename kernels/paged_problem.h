@@ -8,6 +8,7 @@
 namespace tf {
 
 constexpr int64_t SPLIT = 128;     // tokens of one decode item
+constexpr int64_t TALL_SPLIT = 512; // the same of int8 KV on tiles
 constexpr int64_t TILE = 64;       // tokens of one step of a chunk item
 constexpr int64_t ROWS = 96;       // query rows (tokens x heads of the group) of a chunk item
 constexpr int64_t TALL_ROWS = 384; // the same on tiles, where a sequence has many

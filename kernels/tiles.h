@@ -35,6 +35,12 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {};
 };
 
+INLINE void load_config(const TileConfig& config) {
+    // the intrinsic tells GCC of 8 bytes only: without this the others may never be written
+    asm volatile("" : : "r"(&config) : "memory");
+    _tile_loadconfig(&config);
+}
+
 // Tiles 0-3: results of two row groups x two column blocks; 4, 5: left; 6, 7: right.
 INLINE void configure_tiles(int first_rows, int second_rows) {
     TileConfig config;
@@ -43,9 +49,7 @@ INLINE void configure_tiles(int first_rows, int second_rows) {
         config.rows[i] = rows[i];
         config.row_bytes[i] = rows[i] ? 64 : 0;
     }
-    // the intrinsic tells GCC of 8 bytes only: without this the others may never be written
-    asm volatile("" : : "r"(&config) : "memory");
-    _tile_loadconfig(&config);
+    load_config(config);
 }
 
 // What has been stored lies in memory before tiles are loaded from it; the intrinsics do not say so.

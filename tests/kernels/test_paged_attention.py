@@ -71,6 +71,14 @@ def test_over_int8_kv_any_head_dim_and_group(make_paged, oracle, dim, heads, kv_
     check(paged, oracle, heads=heads, q_dtype=torch.float32, rtol=INT8)
 
 
+@pytest.mark.parametrize("dim", [64, 192])
+@pytest.mark.parametrize("block_size", [8, 24, 32, 64])
+def test_over_int8_kv_any_block_size_and_split(make_paged, oracle, block_size, dim):
+    paged = make_paged([1, 1, 1], [1100, 512, 77], dim=dim, block_size=block_size, dtype=torch.int8)
+    for window in (None, 531):
+        check(paged, oracle, heads=6, q_dtype=torch.float32, rtol=INT8, window=window)
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 63, 129])
 def test_over_int8_kv_far_weights_count_beside_near_ones(make_paged, oracle, length):
     # the values of tokens with small weights are large: what a weight's second byte is for
