@@ -123,7 +123,7 @@ class Demo:
             self._files.with_name(f"{self._files.name}-{name}.log"),
             environment={"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2))},
         )
-        stack.push_async_callback(worker.stop, 10.0)
+        stack.push_async_callback(worker.stop, 30.0)
         await worker.start()
         self._workers[name] = worker
         self._say(f"{name} started (pid {worker.pid})")
