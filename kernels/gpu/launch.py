@@ -69,6 +69,7 @@ class Launch:
     num_stages: int
     grid: tuple[int, ...]
     args: tuple[Any, ...]  # as they were passed, tensors by their dtypes
+    early: bool = False
 
     @property
     def name(self) -> str:
@@ -79,18 +80,23 @@ class Launch:
         """Equal for launches that share one binary."""
         constants = tuple((k, repr(v)) for k, v in self.constants.items())
         types = tuple(self.signature.items())
-        return self.name, types, constants, self.divisible, self.num_warps, self.num_stages
+        options = self.num_warps, self.num_stages, self.early
+        return self.name, types, constants, self.divisible, *options
 
     def compile(self) -> None:
-        """Fill Triton's cache with the binary that this launch will ask for; needs a CUDA device.
+        """Fill Triton's cache with what this launch will ask for; needs a CUDA device.
 
-        Nothing is done where a tensor is not aligned: Triton would be told that it is.
+        That is the binary and, before triton 3.7, a launcher that a C compiler makes. Nothing is
+        done where a tensor is not aligned: Triton would be told that it is.
         """
         told = {self.kernel.arg_names[i] for i in self.divisible}
         told.update(_named(self.kernel, "_on_alignment"))
         if all(name in told or kind[0] != "*" for name, kind in self.signature.items()):
-            options = _options(self.num_warps, self.num_stages)
-            self.kernel.warmup(*self.args, grid=self.grid, **options, **self.constants_by_name)
+            options = _options(self.num_warps, self.num_stages, early=self.early)
+            made = self.kernel.warmup(
+                *self.args, grid=self.grid, **options, **self.constants_by_name
+            )
+            assert made.run is not None  # asking for it loads the binary and makes the launcher
 
     @property
     def constants_by_name(self) -> dict[str, Any]:
@@ -170,16 +176,15 @@ def launch(
     if 0 in grid:
         return
     if _recorder.launches is not None:
-        _recorder.launches.append(_describe(kernel, grid, args, constants, num_warps, num_stages))
+        described = _describe(kernel, grid, args, constants, num_warps, num_stages, early=early)
+        _recorder.launches.append(described)
         return
-    options = _options(num_warps, num_stages)
-    if early:
-        options["launch_pdl"] = True
-    kernel[grid](*args, **options, **constants)
+    kernel[grid](*args, **_options(num_warps, num_stages, early=early), **constants)
 
 
-def _options(num_warps: int, num_stages: int) -> dict[str, int | bool]:
-    return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": FUSED}
+def _options(num_warps: int, num_stages: int, *, early: bool) -> dict[str, int | bool]:
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": FUSED}
+    return options | {"launch_pdl": True} if early else options
 
 
 _DTYPES = {
@@ -196,6 +201,8 @@ def _describe(
     constants: dict[str, Any],
     num_warps: int,
     num_stages: int,
+    *,
+    early: bool,
 ) -> Launch:
     """The specialisation that Triton's own launcher would choose for these arguments."""
     names = kernel.arg_names
@@ -217,8 +224,9 @@ def _describe(
             divisible.append(index)
     kept = tuple(x.dtype if isinstance(x, Tensor) else x for x in args)
     return Launch(
-        kernel, signature, constexprs, tuple(divisible), num_warps, num_stages, tuple(grid), kept
-    )
+        kernel, signature, constexprs, tuple(divisible), num_warps, num_stages, tuple(grid), kept,
+        early,
+    )  # fmt: skip
 
 
 def _named(kernel: Any, key: str) -> list[str]:

@@ -153,6 +153,7 @@ def _command(part: Part, lines: Path, options: argparse.Namespace) -> list[str]:
 _SCRIPTS = {
     "machine": "device_kernels.py", "kernels": "device_kernels.py",
     "kernel-tests": "device_tests.py", "compile": "device_compile.py",
+    "equality": "device_equality.py",
 }  # fmt: skip
 
 

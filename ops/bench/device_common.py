@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,20 @@ class Findings:
         """Keep a figure, whatever happens afterwards."""
         with self._lines.open("a") as file:
             file.write(json.dumps({"what": what, **figures}) + "\n")
+
+    @contextmanager
+    def attempt(self, what: str, **figures: Any) -> Iterator[None]:
+        """Go on behind the block whatever it raises: that becomes a figure that is not `ok`.
+
+        A device that is lost stays so: what follows fails too, and soon.
+        """
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  # it is kept, and fails the part
+            trace = "".join(traceback.format_exception(error))
+            self.put(
+                "failed", of=what, **figures, ok=False, error=repr(error)[:500], trace=trace[-3000:]
+            )
 
     def time_for(self, seconds: float) -> bool:
         """Whether so much time is left."""

@@ -1,4 +1,4 @@
-"""The engine on random weights: graphs and overlap change nothing, memory comes back, and how fast.
+"""How fast the engine is on random weights, and transformers beside it.
 
 Weights are made on the device in the shapes of a config; no checkpoint is read. Workload W is 564
 tokens in, 128 out, all jobs at once.
@@ -28,7 +28,7 @@ from tokenfleet.engine.model.decoder import Decoder
 from tokenfleet.engine.model.families import read_spec
 from tokenfleet.engine.model.loader import Loader
 from tokenfleet.engine.model.tensor_source import RandomTensors
-from tokenfleet.engine.request import EngineRequest
+from tokenfleet.engine.request import CoreEvent, EngineRequest
 from tokenfleet.engine.sampling_params import SamplingParams
 
 _QWEN3 = {
@@ -92,7 +92,7 @@ class Bench:
         quantization = self.config.quantization
         with torch.no_grad():
             self.decoder: Decoder = Loader(
-                source, spec, dtype, device, quantization, False
+                source, spec, dtype, device, quantization, None
             ).decoder()
 
     def core(self, **changes: Any) -> EngineCore:
@@ -110,76 +110,37 @@ def _give_back(device: torch.device) -> None:
 
 
 def play(core: EngineCore, requests: list[EngineRequest]) -> dict[str, list[int]]:
-    """Everything that comes out, by request."""
+    """Everything that comes out, by request.
+
+    Raises:
+        JobFailed: one of them ended in an error, which the engine survives.
+    """
     found: dict[str, list[int]] = {request.id: [] for request in requests}
     for request in requests:
         core.add(request)
     while core.has_work:
-        for event in core.step():
+        for event in sound(core.step()):
             found[event.id] += event.token_ids
     return found
 
 
+class JobFailed(RuntimeError):
+    """The engine could not compute a job and went on: here that is a fault."""
+
+
+def sound(events: list[CoreEvent]) -> list[CoreEvent]:
+    """The same events.
+
+    Raises:
+        JobFailed: one of them tells of an error.
+    """
+    for event in events:
+        if event.error is not None:
+            raise JobFailed(f"job {event.id}: {event.error}")
+    return events
+
+
 # -- parts ---------------------------------------------------------------------------------
-
-
-def equality(findings: Findings, folder: Path, device: torch.device, tiny: bool) -> None:
-    """Graphs and overlap give the tokens of eager steps, in fp32, around each bucket; no leak."""
-    counts = (1, 5) if tiny else (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33)
-    bench = Bench(
-        "tiny" if tiny else "small", folder, device, dtype="float32", max_num_seqs=counts[-1],
-        max_num_batched_tokens=64, max_model_len=128, num_blocks=600, prefix_cache=False, seed=1,
-    )  # fmt: skip
-    expected = {}
-    eager = bench.core(**MODES["eager"])
-    for count in counts:
-        expected[count] = play(eager, _mixed(count))
-    del eager
-    core = None
-    for mode in ("graphs", "graphs+overlap"):
-        del core  # before the next one takes memory
-        core = bench.core(**MODES[mode])
-        for count in counts:
-            found = play(core, _mixed(count))
-            core.audit()
-            differing = [key for key, ids in expected[count].items() if found[key] != ids]
-            findings.put("equality", mode=mode, batch=count, differing=differing, ok=not differing)
-        held = []
-        for _ in range(3):
-            play(core, _mixed(counts[-1]))
-            synchronise(device)
-            held.append(torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)
-        clean = held[1] == held[2] and core.scheduler.pool.num_used == 0
-        findings.put("leak", mode=mode, allocated_bytes=held, ok=clean)
-    del bench  # the weights have one owner now
-    _sleep(core, findings, device, expected[counts[-1]], counts[-1])
-
-
-def _mixed(count: int) -> list[EngineRequest]:
-    """Greedy, drawn and penalised jobs of several lengths."""
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 0.9, "top_k": 40, "top_p": 0.9},
-        {"temperature": 0.0, "repetition_penalty": 1.2},
-    ]
-    requests = []
-    for i in range(count):
-        params = SamplingParams(max_tokens=16, seed=i, ignore_eos=True, **kinds[i % 3])
-        prompt = [(13 * i + 7 * j) % 300 for j in range(3 + 5 * (i % 9))]
-        requests.append(EngineRequest(str(i), prompt, params))
-    return requests
-
-
-def _sleep(
-    core: EngineCore, findings: Findings, device: torch.device, expected: Any, count: int
-) -> None:
-    on_gpu = device.type == "cuda"
-    before = torch.cuda.memory_allocated(device) if on_gpu else 0
-    core.sleep()
-    asleep = torch.cuda.memory_allocated(device) if on_gpu else 0
-    core.wake()
-    equal = play(core, _mixed(count)) == expected
-    findings.put("sleep", bytes_before=before, bytes_asleep=asleep, ok=equal)
 
 
 def engine(findings: Findings, folder: Path, device: torch.device, tiny: bool, shape: str) -> None:
@@ -201,32 +162,40 @@ def engine(findings: Findings, folder: Path, device: torch.device, tiny: bool, s
         name = "tiny" if tiny else shape
         quantized = {"quantization": "fp8" if weights == "fp8" else None}
         bench = Bench(name, folder, device, **settings, **quantized)
-        if early:
-            _runs(findings, bench, shape, weights, "early", (1,), work, copy)
-            return
-        if weights == "bf16" and shape == "8B":
-            _prefill(findings, bench, device, tiny)
-        _runs(findings, bench, shape, weights, "graphs+overlap", counts, work, copy)
-        if weights == "bf16":
-            for mode in ("graphs", "eager"):
-                _runs(findings, bench, shape, weights, mode, (1, *counts[1:2]), work, copy)
-            one_row.Switch.on = False  # layers of one token go the way of all others
-            _runs(findings, bench, shape, weights, "general way", (1,), work, copy)
-            one_row.Switch.on = True
+        modes = _modes(early=early, wide=weights == "bf16", counts=counts)
+        if weights == "bf16" and shape == "8B" and not early:
+            with findings.attempt("prefill", model=shape):
+                _prefill(findings, bench, device, tiny)
+        for mode, sizes in modes.items():
+            with findings.attempt("W", model=shape, weights=weights, mode=mode):
+                _runs(findings, bench, shape, weights, mode, sizes, work, copy)
         del bench
         _give_back(device)  # two sets of weights may be more than the card has
+
+
+def _modes(*, early: bool, wide: bool, counts: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """What is run of one set of weights, and with how many jobs at once."""
+    if early:
+        return {"early": (1,)}
+    if not wide:
+        return {"graphs+overlap": counts}
+    few = counts[:2]
+    return {"graphs+overlap": counts, "graphs": few, "eager": few, "general way": (1,)}
 
 
 def _runs(
     findings: Findings, bench: Bench, shape: str, weights: str, mode: str,
     counts: tuple[int, ...], work: Workload, copy: float,
 ) -> None:  # fmt: skip
+    one_row.Switch.on = mode != "general way"  # else layers of one token go the way of all others
     started = time.perf_counter()
-    core = bench.core(**MODES[mode])
+    core = bench.core(**MODES[mode], max_num_seqs=max(counts))  # captures what is used
     ready = time.perf_counter() - started
     findings.put("started", model=shape, weights=weights, mode=mode, seconds=ready)
     vocab = bench.decoder.spec.vocab_size
-    play(core, list(Workload(work.prompt, 4).requests(1, vocab)))  # compiles what is left
+    some = min(4, max(counts))  # more tokens than a graph has, where there are four
+    for several in {1, some}:  # compiles what is left
+        play(core, list(Workload(work.prompt, 4).requests(several, vocab)))
     for count in counts:
         if not findings.time_for(4):
             findings.put("stopped", before=f"{shape} {weights} {mode} {count}")
@@ -252,7 +221,7 @@ def _timed(core: EngineCore, requests: list[EngineRequest], device: torch.device
     tokens, first, step_s, read = 0, None, [], []
     while core.has_work:
         before, bytes_before = time.perf_counter(), core.stats.read_bytes_total
-        events = core.step()
+        events = sound(core.step())
         tokens += sum(len(event.token_ids) for event in events)
         if first is None and events:
             first = time.perf_counter() - started
@@ -312,21 +281,27 @@ def transformers_generate(
             if not findings.time_for(8):
                 findings.put("stopped", before=f"transformers {shape} {count}")
                 return
-            requests = work.requests(count, config.vocab_size)
-            ids = torch.tensor([list(r.prompt_token_ids) for r in requests], device=device)
-            asked = {"max_new_tokens": work.output, "min_new_tokens": work.output,
-                     "do_sample": False, "pad_token_id": 0}  # fmt: skip
-            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
-            synchronise(device)
-            started = time.perf_counter()
-            model.generate(ids, attention_mask=torch.ones_like(ids), **asked)
-            synchronise(device)
-            took = time.perf_counter() - started
             head = {"model": shape, "weights": "bf16", "mode": "transformers"}
-            rate = count * work.output / took
-            findings.put("W", **head, concurrency=count, output_tokens_s=rate)
+            with findings.attempt("W", **head, concurrency=count):
+                rate = _generated(model, work, count, device)
+                findings.put("W", **head, concurrency=count, output_tokens_s=rate)
         del model
         _give_back(device)
+
+
+def _generated(model: Any, work: Workload, count: int, device: torch.device) -> float:
+    """Output tokens a second."""
+    requests = work.requests(count, model.config.vocab_size)
+    ids = torch.tensor([list(r.prompt_token_ids) for r in requests], device=device)
+    mask = torch.ones_like(ids)
+    asked = {"max_new_tokens": work.output, "min_new_tokens": work.output,
+             "do_sample": False, "pad_token_id": 0}  # fmt: skip
+    model.generate(ids, attention_mask=mask, **asked | {"max_new_tokens": 2, "min_new_tokens": 2})
+    synchronise(device)
+    started = time.perf_counter()
+    model.generate(ids, attention_mask=mask, **asked)
+    synchronise(device)
+    return count * work.output / (time.perf_counter() - started)
 
 
 def main(part: str, lines: str, *more: str) -> None:
@@ -335,9 +310,7 @@ def main(part: str, lines: str, *more: str) -> None:
     device = torch.device("cpu" if tiny or not torch.cuda.is_available() else "cuda")
     findings = Findings(Path(lines))
     with tempfile.TemporaryDirectory() as folder:
-        if part == "equality":
-            equality(findings, Path(folder), device, tiny)
-        elif part == "transformers":
+        if part == "transformers":
             transformers_generate(findings, Path(folder), device, tiny)
         else:
             engine(findings, Path(folder), device, tiny, part.removeprefix("engine-"))

@@ -13,7 +13,12 @@ from device_common import Findings, copy_ceiling, seconds_of
 def machine(findings: Findings, device: torch.device) -> None:
     """Versions and hardware, then the fastest copy and the fastest product of each dtype."""
     about(findings, device)
-    ceilings(findings, device)
+    with findings.attempt("copy"):
+        size = (2 << 30) if device.type == "cuda" else (8 << 20)
+        findings.put("copy", gb_s=copy_ceiling(device, size) / 1e9)
+    for dtype in (torch.bfloat16, *([torch.float8_e4m3fn] if device.type == "cuda" else [])):
+        with findings.attempt("product", dtype=str(dtype)):
+            product_ceiling(findings, device, dtype)
 
 
 def about(findings: Findings, device: torch.device) -> None:
@@ -40,25 +45,18 @@ def about(findings: Findings, device: torch.device) -> None:
     findings.put("about", **figures)
 
 
-def ceilings(findings: Findings, device: torch.device) -> None:
-    """The fastest copy, and the fastest product of each dtype."""
-    on_gpu = device.type == "cuda"
-    size = (2 << 30) if on_gpu else (8 << 20)
-    findings.put("copy", gb_s=copy_ceiling(device, size) / 1e9)
-    n = 8192 if on_gpu else 256
-    a = torch.randn(n, n, device=device).bfloat16()
-    b = torch.randn(n, n, device=device).bfloat16()
-    took = seconds_of(lambda: a @ b.t(), device)
-    findings.put("product", dtype="bfloat16", tflop_s=2 * n**3 / took / 1e12)
-    if not on_gpu:
-        return
-    from torch import float8_e4m3fn as fp8
-
-    one = torch.ones((), device=device)
-    wide = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16}
-    left, right = a.to(fp8), b.to(fp8).t()
-    took = seconds_of(lambda: torch._scaled_mm(left, right, **wide), device)
-    findings.put("product", dtype="float8", tflop_s=2 * n**3 / took / 1e12)
+def product_ceiling(findings: Findings, device: torch.device, dtype: torch.dtype) -> None:
+    """The fastest product of a dtype, with results in bfloat16."""
+    n = 8192 if device.type == "cuda" else 256
+    a, b = (torch.randn(n, n, device=device).bfloat16() for _ in "ab")
+    if dtype == torch.bfloat16:
+        took = seconds_of(lambda: a @ b.t(), device)
+    else:
+        one = torch.ones((), device=device)
+        wide = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16}
+        left, right = a.to(dtype), b.to(dtype).t()
+        took = seconds_of(lambda: torch._scaled_mm(left, right, **wide), device)
+    findings.put("product", dtype=str(dtype), tflop_s=2 * n**3 / took / 1e12)
 
 
 def kernels(findings: Findings, device: torch.device) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-MOST_PROCESSES = 6
 PYTEST_INI = """[pytest]
 addopts = --import-mode=importlib
 markers =
@@ -26,6 +25,11 @@ markers =
     xdist_group: that share a process
 """
 _LINES, _SHARE = "DEVICE_CHECK_LINES", "DEVICE_CHECK_SHARE"
+
+
+def most_processes() -> int:
+    """That compile at the same time: one a core, with some left for whoever started them."""
+    return max(1, (os.cpu_count() or 1) - 2)
 
 
 def main(_part: str, lines: str, *more: str) -> int:
@@ -39,7 +43,7 @@ def main(_part: str, lines: str, *more: str) -> int:
         str(tests / "engine" / "execution" / "test_on_gpu.py"), str(tests / "kernels" / "gpu"),
     ]  # fmt: skip
     dry = "--dry-run" in more
-    count = 1 if dry else max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2))
+    count = 1 if dry else most_processes()
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     running = []
     for i in range(count):

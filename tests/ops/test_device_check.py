@@ -136,3 +136,47 @@ def test_results_of_tests_are_known_before_the_last_one_ends(monkeypatch):
     whole, *others = device._tests_summary(lines)
     assert whole == {"what": "kernel tests", "ok": False, "collected": 3, "passed": 1, "failed": 1}
     assert others == [failed]
+
+
+@pytest.fixture
+def bench_scripts(monkeypatch):
+    """The scripts of the parts can be imported."""
+    monkeypatch.syspath_prepend(str(ROOT / "ops" / "bench"))
+
+
+def test_what_raises_is_a_figure_that_fails_its_part_and_what_follows_is_tried(
+    bench_scripts, tmp_path
+):
+    from device_common import Findings
+
+    findings = Findings(tmp_path / "lines")
+    with findings.attempt("W", mode="graphs"):
+        raise ValueError("no kernel image is available")
+    with findings.attempt("W", mode="eager"):
+        findings.put("W", mode="eager")
+    failed, fine = map(json.loads, (tmp_path / "lines").read_text().splitlines())
+    assert (failed["what"], failed["of"], failed["mode"]) == ("failed", "W", "graphs")
+    assert failed["ok"] is False
+    assert "no kernel image" in failed["error"]
+    assert fine == {"what": "W", "mode": "eager"}
+
+
+def test_jobs_that_end_in_errors_are_no_equal_outputs(bench_scripts):
+    """The engine survives a step that cannot be computed; a check of its kernels must not."""
+    from device_engine import JobFailed, play
+
+    from tokenfleet.engine.request import CoreEvent
+
+    class Broken:
+        has_work = True
+
+        def add(self, request):
+            self.event = CoreEvent(request.id, 0, [], "error", error="a kernel did not compile")
+
+        def step(self):
+            return [self.event]
+
+    from tokenfleet.engine import EngineRequest, SamplingParams
+
+    with pytest.raises(JobFailed, match="job a: a kernel did not compile"):
+        play(Broken(), [EngineRequest("a", [1], SamplingParams())])
