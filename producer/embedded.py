@@ -264,7 +264,7 @@ def answers(port: int, pid: int) -> bool:
     """True when the server that listens on the port is this process and has loaded its data."""
     with (
         suppress(OSError),
-        socket.create_connection(("127.0.0.1", port), timeout=1) as connection,
+        socket.create_connection(("127.0.0.1", port), timeout=5) as connection,
         connection.makefile("rb") as replies,
     ):
         connection.sendall(b"PING\r\nINFO server\r\n")

@@ -98,7 +98,7 @@ async def test_a_refused_request_is_answered_and_the_others_go_on() -> None:
 async def test_an_aborted_choice_ends_alone() -> None:
     engine = EngineHandle(CONFIG, {"simulated_step_s": 0.001})
     await engine.start()
-    engine.add(request("a", n=2, max_tokens=100))
+    engine.add(request("a", n=2, max_tokens=500))
     engine.abort("a", 0)
     events = await collect(engine, ends=2)
     reasons = {e.choice: e.finish_reason for e in events if e.finish_reason}
