@@ -100,10 +100,10 @@ async def test_a_tenant_may_have_so_many_jobs_waiting_and_is_told_when_to_come_b
 async def test_the_time_to_come_back_in_follows_the_measured_drain_rate(lab):
     await limit(lab, "a", waiting=1)
     drain = lab.keys.tenant("a", "drain")
-    now = await lab.server_ms()
     waits = []
     await lab.submit(tenant="a")
     for count in (300, 30):  # ends within the last half minute
+        now = await lab.server_ms()
         await lab.raw.hset(drain, mapping={"count": count, "at": now, "since": now - 10_000_000})
         with pytest.raises(QueueFull) as caught:
             await lab.submit(tenant="a")
@@ -120,9 +120,8 @@ async def test_every_end_of_a_job_is_counted_in_the_drain_rate(lab):
     (job,) = await queue.claim(1)
     assert job.id == finished
     await queue.finish(job, [], RESULT)
-    assert float(await lab.raw.hget(lab.keys.tenant("a", "drain"), "count")) == pytest.approx(
-        2.0, rel=0.1
-    )
+    counted = float(await lab.raw.hget(lab.keys.tenant("a", "drain"), "count"))
+    assert 1.2 < counted <= 2.0  # an end counts less the longer it is ago: a slow machine's first
 
 
 async def test_of_many_jobs_those_that_fit_are_accepted_and_named(lab):
