@@ -110,7 +110,7 @@ async def test_killed_again_and_again_every_line_is_answered_once(
                 "model": byte_tokenizer,
                 "model_name": "m",
                 "simulated_step_ms": 5 if LONG else 20,
-                "max_num_seqs": 256 if LONG else 16,  # no more lines are done while we look away
+                "max_num_seqs": 256 if LONG else 8,  # few lines are done while we look away
             },
             tmp_path / "w0.log",
             environment={"OMP_NUM_THREADS": "1", "TOKENFLEET_MODEL": None},
@@ -122,8 +122,11 @@ async def test_killed_again_and_again_every_line_is_answered_once(
         runs.start()
         await runs.until_done(LINES // 2 if LONG else LINES // 3)
         runs.kill()
+        assert runs.num_done < LINES
         for _ in range(3):  # while it starts, or wherever it is a few dozen lines later
             before = runs.num_done
+            if before > LINES * 3 // 4:
+                break  # we were held up for long
             runs.start()
             if dice.random() < 0.5:
                 await asyncio.sleep(dice.uniform(0.0, 0.5))
@@ -131,7 +134,6 @@ async def test_killed_again_and_again_every_line_is_answered_once(
                 await runs.until_done(before + dice.randint(1, LINES // 10))
             runs.look()
             runs.kill()
-        assert runs.num_done < LINES
         runs.start()
         summary = await runs.end()
         took_s = time.monotonic() - began
