@@ -184,7 +184,7 @@ class Dispatcher:
     def heard(self, batch: Batch) -> None:
         """Act on what the engine said."""
         freed = False
-        for event in batch.events:
+        for event in sorted(batch.events, key=self._has_begun):
             freed = self._heard_event(event) or freed
         for refusal in batch.refusals:
             if job := self._roster.by_engine_id(refusal.id):
@@ -200,6 +200,12 @@ class Dispatcher:
             self._roster.touch()
         busy = any(job.stage is Stage.RUNNING for job in self._roster)
         self.working_since = self._clock() if busy else None
+
+    def _has_begun(self, event: StepEvent) -> bool:
+        """False sorts first: first tokens are logged, announced and read before the others, of
+        which a step makes many."""
+        job = self._roster.by_engine_id(event.id)
+        return job is None or job.first_token_at is not None
 
     def _heard_event(self, event: StepEvent) -> bool:
         """Returns whether a slot may have come free or a suspect is cleared."""

@@ -94,7 +94,11 @@ class ScriptedEngine:
         event = StepEvent(self.requests[job_id].id, choice, tokens, reason, error=error)
         self.stepped = True
         self.last_heard = time.monotonic()
-        self._said.put_nowait(Batch([event], [], StepStats(), []))
+        self.say_batch(Batch([event], [], StepStats(), []))
+
+    def say_batch(self, batch: Batch) -> None:
+        """All that one step made."""
+        self._said.put_nowait(batch)
 
     def refuse(self, job_id: str, code: str, message: str) -> None:
         refusal = Refusal(self.requests[job_id].id, code, message)

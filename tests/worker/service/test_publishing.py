@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tokenfleet.engine.stats import StepStats
+from tokenfleet.worker.engine_link.engine_process import Batch, StepEvent
+from tokenfleet.worker.queue import JobQueue
+
 
 async def test_a_job_streams_and_ends_with_its_result(fleet, until) -> None:
     fleet.worker()
@@ -43,6 +47,28 @@ async def test_the_first_token_does_not_wait_and_later_ones_come_together(fleet,
     fleet.engine.say(other, "x")  # a first token takes along what waits
     await until(lambda: fleet.shows(job, "abcd"))
     assert [event.text for event in await fleet.log(job)] == ["a", "bcd"]
+
+
+async def test_first_tokens_go_before_the_others_of_their_step(fleet, until, monkeypatch) -> None:
+    """The engine names them last; a reader of many streams gets to them in the order of the log."""
+    emit, sent = JobQueue.emit, []
+
+    async def watched(self, emissions):
+        sent.append([job_id for job_id, _, _ in emissions])
+        return await emit(self, emissions)
+
+    monkeypatch.setattr(JobQueue, "emit", watched)
+    fleet.worker(max_num_seqs=3)
+    jobs = [await fleet.submit() for _ in range(3)]
+    await until(lambda: fleet.has(*jobs))
+    for job in jobs[:2]:
+        fleet.engine.say(job, "a")
+        await until(lambda job=job: fleet.shows(job, "a"))
+    events = [StepEvent(fleet.engine.requests[job].id, 0, [98]) for job in jobs]
+    fleet.engine.say_batch(Batch(events, [], StepStats(), []))
+    await until(lambda: fleet.shows(jobs[1], "ab"))
+    assert await fleet.text(jobs[2]) == "b"
+    assert sent[-1] == [jobs[2], jobs[0], jobs[1]]
 
 
 async def test_a_stop_string_ends_the_choice_here_and_in_the_engine(fleet, until) -> None:
