@@ -266,6 +266,17 @@ def until() -> Callable[..., Any]:
     return wait
 
 
+@pytest.fixture
+def rung() -> Callable[..., Any]:
+    """await rung(queue): it is woken. A bell that has run out meanwhile is waited for again."""
+
+    async def wait(queue: Any) -> None:
+        while not await queue.wait(60):
+            pass
+
+    return wait
+
+
 @pytest.fixture(scope="session")
 def make_byte_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """make_byte_model(specials=("</s>",), end=None, template=None) -> a directory without weights.

@@ -139,7 +139,7 @@ def test_the_demo_kills_a_worker_loses_nothing_and_ends_by_itself(tmp_path: Path
     assert moved
     for job in moved:
         assert len(set(job["workers"])) == len(job["workers"])
-        assert job["attempts"] == 2
+        assert job["attempts"] > 1  # and more where a busy machine let a lease run out
     # who runs a job is asked after its token came: where that takes long, nobody may by then
     assert any(len(job["workers"]) == 2 for job in moved)
     spans = [json.loads(line) for line in Path(outcome["trace_file"]).read_text().splitlines()]

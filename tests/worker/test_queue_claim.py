@@ -105,15 +105,15 @@ async def test_what_comes_back_to_a_paused_queue_waits_in_it(lab):
     assert [job.id for job in await queue.claim(1)] == [job_id]
 
 
-async def test_an_idle_worker_is_woken_when_its_queue_is_resumed(lab):
+async def test_an_idle_worker_is_woken_when_its_queue_is_resumed(lab, rung):
     rules, queue = Rules(lab.connection), await lab.queue()
     await rules.pause("m")
     await lab.submit()
     assert await queue.claim(1) == []
-    waiting = asyncio.create_task(queue.wait(60))
+    waiting = asyncio.create_task(rung(queue))
     await asyncio.sleep(0)
     await rules.resume("m")
-    assert await waiting
+    await waiting
 
 
 async def test_the_scaling_signal_counts_what_runs_waits_and_is_due_and_survives_a_scale_in(lab):

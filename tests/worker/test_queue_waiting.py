@@ -56,23 +56,23 @@ async def test_a_delayed_job_can_be_cancelled(lab):
 # wait
 
 
-async def test_an_idle_worker_is_woken_by_a_new_job(lab):
+async def test_an_idle_worker_is_woken_by_a_new_job(lab, rung):
     queue = await lab.queue()
     assert await queue.claim(1) == []
-    waiting = asyncio.create_task(queue.wait(60))
+    waiting = asyncio.create_task(rung(queue))
     await asyncio.sleep(0)
     await lab.submit()
-    assert await waiting
+    await waiting
 
 
-async def test_a_job_that_came_between_claim_and_wait_is_not_slept_through(lab):
+async def test_a_job_that_came_between_claim_and_wait_is_not_slept_through(lab, rung):
     queue = await lab.queue()
     assert await queue.claim(1) == []
     await lab.submit()
-    assert await queue.wait(60)
+    await rung(queue)
 
 
-async def test_a_worker_does_not_wait_behind_entries_that_one_claim_could_not_drop(lab):
+async def test_a_worker_does_not_wait_behind_entries_that_one_claim_could_not_drop(lab, rung):
     queue = await lab.queue()
     async with lab.raw.pipeline(transaction=False) as entries:
         for number in range(1001):  # of jobs that have ended and are forgotten by now
@@ -81,18 +81,18 @@ async def test_a_worker_does_not_wait_behind_entries_that_one_claim_could_not_dr
     job_id = await lab.submit()
     rounds = 0
     while not (claimed := await queue.claim(1)):
-        assert await queue.wait(100)
+        await rung(queue)
         rounds += 1
     assert ([job.id for job in claimed], rounds) == ([job_id], 1)
 
 
-async def test_an_idle_worker_is_woken_by_a_released_job_and_a_due_one(lab):
+async def test_an_idle_worker_is_woken_by_a_released_job_and_a_due_one(lab, rung):
     queue, other = await lab.queue("w1"), await lab.queue("w2")
     await lab.submit()
     (job,) = await other.claim(1)
     assert await queue.claim(1) == []
     await other.release([job], "test")
-    assert await queue.wait(60)
+    await rung(queue)
     assert len(await queue.claim(1)) == 1
     delay_s = 0.05
     delayed = await lab.submit(delay_s=delay_s)

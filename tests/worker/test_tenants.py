@@ -144,27 +144,27 @@ async def test_a_job_known_by_its_idempotency_key_is_never_refused(lab):
     assert await lab.submit(tenant="a", idempotency_key="k") == first
 
 
-async def test_an_idle_worker_is_woken_when_a_tenant_may_run_one_more(lab):
+async def test_an_idle_worker_is_woken_when_a_tenant_may_run_one_more(lab, rung):
     await limit(lab, "a", running=1)
     queue, idle = await lab.queue("w1"), await lab.queue("w2")
     ids = [await lab.submit(tenant="a") for _ in range(2)]
     (job,) = await queue.claim(1)
     assert await idle.claim(1) == []
-    waiting = asyncio.create_task(idle.wait(60))
+    waiting = asyncio.create_task(rung(idle))
     await asyncio.sleep(0)
     await queue.finish(job, [], RESULT)
-    assert await waiting
+    await waiting
     assert [job.id for job in await idle.claim(1)] == ids[1:]
 
 
-async def test_an_idle_worker_is_woken_by_the_job_of_a_tenant_with_limits(lab):
+async def test_an_idle_worker_is_woken_by_the_job_of_a_tenant_with_limits(lab, rung):
     await limit(lab, "a", running=1)
     queue = await lab.queue()
     assert await queue.claim(1) == []
-    waiting = asyncio.create_task(queue.wait(60))
+    waiting = asyncio.create_task(rung(queue))
     await asyncio.sleep(0)
     await lab.submit(tenant="a")
-    assert await waiting
+    await waiting
     assert len(await queue.claim(1)) == 1
 
 
