@@ -80,6 +80,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """At the exit everything is garbage: what the compiler's bindings then miss they list, at
+    length."""
+    gc.unfreeze()
+
+
 class Lab:
     """One namespace on a server: makes queues and jobs, and looks behind the scenes."""
 
