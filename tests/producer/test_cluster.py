@@ -96,15 +96,15 @@ async def test_an_idempotency_key_finds_its_job_on_a_cluster(cluster):
         assert all(job.deduplicated for job in again)
 
 
-async def test_a_worker_waits_on_all_partitions_of_a_cluster(cluster):
+async def test_a_worker_waits_on_all_partitions_of_a_cluster(cluster, rung):
     async with AsyncClient(cluster, namespace="bell") as client:
         queue = JobQueue(cluster, namespace="bell", model_name="m", worker_id="w1", lease_s=30.0)
         await queue.ensure()
         for _ in range(3):
             assert await queue.claim(1) == []
-            waiting = asyncio.create_task(queue.wait(60))
+            waiting = asyncio.create_task(rung(queue))
             await client.submit(model="m", prompt="x")
-            assert await waiting
+            await waiting
             assert len(await queue.claim(1)) == 1
         await queue.aclose()
 
