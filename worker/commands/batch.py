@@ -19,7 +19,14 @@ from tokenfleet.worker.commands.batch_base import InFlight, PatienceS, Plain, Ti
 from tokenfleet.worker.commands.jobs import Priority
 
 if TYPE_CHECKING:
-    from tokenfleet.producer.batch import Batch, BatchFiles, BatchSettings, FileRules, Problem
+    from tokenfleet.producer.batch import (
+        Batch,
+        BatchFiles,
+        BatchSettings,
+        FileReport,
+        FileRules,
+        Problem,
+    )
     from tokenfleet.producer.client import AsyncClient
 
 WORTH_A_WORD_BYTES = 10_000_000
@@ -92,7 +99,7 @@ def batch_run(
     """Run a file to its end; run again after a kill, it goes on where it was."""
     files = _files(input, output_file, error_file, output)
     rules = _rules(
-        model, endpoint, form, max_lines, raw=raw, defaults=_defaults(max_tokens, temperature)
+        model, endpoint, form, max_lines, raw=raw, max_tokens=max_tokens, temperature=temperature
     )
     settings = _settings(
         skip_invalid=skip_invalid,
@@ -135,7 +142,7 @@ def batch_submit(
     """
     files = _files(input, output_file, error_file, output)
     rules = _rules(
-        model, endpoint, form, max_lines, raw=raw, defaults=_defaults(max_tokens, temperature)
+        model, endpoint, form, max_lines, raw=raw, max_tokens=max_tokens, temperature=temperature
     )
     settings = _settings(
         skip_invalid=skip_invalid,
@@ -172,7 +179,7 @@ def batch_validate(
     from tokenfleet.producer.batch import Kind, check_file
 
     rules = _rules(
-        model, endpoint, form, max_lines, raw=raw, defaults=_defaults(max_tokens, temperature)
+        model, endpoint, form, max_lines, raw=raw, max_tokens=max_tokens, temperature=temperature
     )
 
     def show(problem: Problem) -> None:
@@ -188,22 +195,26 @@ def batch_validate(
     except OSError as error:
         batch_base.unreadable(input, error, output)
     wrong = sum(count for kind, count in report.kinds.items() if kind is not Kind.WARNING)
-    said = f"{report.lines} line(s), {report.valid} valid, {wrong} problem(s)"
-    if output is Output.JSON:
-        base.print_json(
-            {
-                "lines": report.lines,
-                "valid": report.valid,
-                "problems": wrong,
-                "codes": report.codes,
-                "endpoint": report.endpoint,
-                "model": report.model,
-                "format": report.form,
-            }
-        )
-    else:
-        typer.echo(f"{said}; {report.endpoint or 'no url'}, model {rules.model or report.model}")
+    _print_report(report, wrong, rules.model or report.model, output)
     raise typer.Exit(base.BAD_INPUT if wrong else base.OK)
+
+
+def _print_report(report: FileReport, wrong: int, model: str | None, output: Output) -> None:
+    if output is Output.TEXT:
+        said = f"{report.lines} line(s), {report.valid} valid, {wrong} problem(s)"
+        typer.echo(f"{said}; {report.endpoint or 'no url'}, model {model}")
+        return
+    base.print_json(
+        {
+            "lines": report.lines,
+            "valid": report.valid,
+            "problems": wrong,
+            "codes": report.codes,
+            "endpoint": report.endpoint,
+            "model": report.model,
+            "format": report.form,
+        }
+    )
 
 
 def _files(
@@ -214,11 +225,6 @@ def _files(
     return batch_base.checked(lambda: BatchFiles.beside(input, output_file, error_file), output)
 
 
-def _defaults(max_tokens: int | None, temperature: float | None) -> dict[str, Any]:
-    given = {"max_tokens": max_tokens, "temperature": temperature}
-    return {name: value for name, value in given.items() if value is not None}
-
-
 def _rules(
     model: str | None,
     endpoint: str | None,
@@ -226,19 +232,21 @@ def _rules(
     max_lines: int,
     *,
     raw: bool,
-    defaults: dict[str, Any],
+    max_tokens: int | None,
+    temperature: float | None,
 ) -> FileRules:
     from tokenfleet.producer.batch import ENDPOINTS, FileRules
     from tokenfleet.producer.batch import Form as FileForm
 
     if endpoint is not None and endpoint not in ENDPOINTS:
         raise typer.BadParameter(f"must be {' or '.join(ENDPOINTS)}", param_hint="--endpoint")
+    given = {"max_tokens": max_tokens, "temperature": temperature}
     return FileRules(
         endpoint=endpoint,
         model=model,
         form=FileForm(form.value),
         raw_prompts=raw,
-        defaults=defaults,
+        defaults={name: value for name, value in given.items() if value is not None},
         max_lines=max_lines,
     )
 
