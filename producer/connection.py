@@ -256,8 +256,9 @@ class Connection:
             await hang_up(client)
 
     def _turns_at(self, server: str) -> Turns:
+        client = self.client  # a forked child's turns are not those of its parent
         if server not in self._turns:
-            pool = getattr(self.client, "connection_pool", None)
+            pool = getattr(client, "connection_pool", None)
             most = getattr(pool, "max_connections", MOST_CALLS + MOST_WAITS)
             waits = min(MOST_WAITS, max(1, most // 3))
             calls = min(MOST_CALLS, max(1, most - waits))

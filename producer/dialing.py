@@ -26,6 +26,7 @@ from redis.asyncio.sentinel import (
 from redis.backoff import NoBackoff
 
 from tokenfleet.producer.address import CLUSTER, SENTINEL, UNIX, Address
+from tokenfleet.producer.clustering import Cluster
 from tokenfleet.producer.errors import BrokerUnsupported
 from tokenfleet.producer.mended import Door, mended
 
@@ -94,12 +95,8 @@ def dial_like(
 
 async def hang_up(client: Any) -> None:
     """Close a client made here, and what it asked for the way."""
-    if isinstance(client, aio.RedisCluster):
-        await client.aclose()
-        # a cluster client that has lost a server, and has not looked for the others again by now,
-        # takes itself for closed: its connections are closed here
-        await client.nodes_manager.aclose()
-        await client.nodes_manager.aclose("startup_nodes")
+    if isinstance(client, Cluster):
+        await client.hang_up()
         return
     await client.aclose(close_connection_pool=True)
     if isinstance(client.connection_pool, SentinelConnectionPool):
@@ -128,10 +125,8 @@ def _by_sentinel(address: Address, timeout_s: float, door: Door) -> aio.Redis:
     return aio.Redis.from_pool(pool)
 
 
-def _cluster(
-    hosts: Any, options: Mapping[str, Any], timeout_s: float, door: Door
-) -> aio.RedisCluster:
-    client = aio.RedisCluster(
+def _cluster(hosts: Any, options: Mapping[str, Any], timeout_s: float, door: Door) -> Cluster:
+    client = Cluster(
         startup_nodes=[ClusterNode(host, port) for host, port in hosts],
         require_full_coverage=False,  # a shard that fails over is no reason to give up the others
         **{**options, **_settings(timeout_s)},
@@ -143,7 +138,7 @@ def _cluster(
     return client
 
 
-def _cluster_like(given: aio.RedisCluster, timeout_s: float, door: Door) -> aio.RedisCluster:
+def _cluster_like(given: aio.RedisCluster, timeout_s: float, door: Door) -> Cluster:
     nodes = given.nodes_manager
     hosts = [(node.host, int(node.port)) for node in nodes.startup_nodes.values()]
     theirs = given.connection_kwargs

@@ -256,6 +256,9 @@ class _Line:
         """Tell all who listen, and begin to end the task and the connection."""
         if self._task is not None:
             self._task.cancel()
+        self._tell()
+
+    def _tell(self) -> None:
         for ears in self._ears.values():
             for subscription in ears:
                 subscription.cut_off()
@@ -289,6 +292,9 @@ class _Line:
                 # the reason is not lost: whoever waits meets it on the command connection
                 await asyncio.sleep(_PAUSES_S[min(self._losses, len(_PAUSES_S) - 1)])
                 self._losses += 1
+            except BrokerUnavailable:  # our connection was closed, and makes no more of them
+                self._tell()
+                return
 
     async def _listen(self, wire: Any) -> None:
         """One connection, from its making to its loss."""

@@ -21,6 +21,8 @@ from tokenfleet.producer import (
     StreamInterrupted,
     TokenfleetError,
 )
+from tokenfleet.producer.connection import Connection
+from tokenfleet.producer.hub import REREAD, Hub
 from tokenfleet.producer.protocol import Event
 from tokenfleet.worker.claims import flat
 
@@ -63,6 +65,19 @@ def _num_waiting(client: AsyncClient) -> int:
 async def _subscribers(lab: Any, job_id: str, count: int) -> bool:
     found = await lab.raw.pubsub_numsub(lab.keys.events(job_id))
     return bool(found[0][1] == count)
+
+
+async def test_who_listens_over_a_connection_that_is_closed_is_told(valkey_lab):
+    lab = valkey_lab
+    connection = Connection(lab.server.url, namespace=lab.namespace)
+    hub = Hub(connection)
+    ear = await hub.subscribe(0, "channel")
+    assert await ear.get(60.0) is REREAD
+    listening = asyncio.ensure_future(ear.get(600.0))
+    await connection.aclose()
+    with pytest.raises(BrokerUnavailable):
+        await listening
+    await hub.aclose()
 
 
 async def test_a_closed_client_that_is_used_again_is_open_again(valkey_lab):

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import redis
 import redis.asyncio as aio
+from redis.exceptions import ClusterDownError
 
 from tokenfleet.producer.client import AsyncClient
+from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.embedded import EmbeddedServer
+from tokenfleet.producer.errors import BrokerUnavailable
 from tokenfleet.producer.hub import REREAD, Hub
 from tokenfleet.producer.keys import partition_of
 from tokenfleet.producer.protocol import Choice, Event, JobResult
@@ -140,6 +143,56 @@ async def test_a_renewal_repeats_a_cancel_that_was_not_heard_on_a_cluster(cluste
         assert await ear.get(60) == f"cancel {job.id} 1".encode()
         await hub.aclose()
         await queue.aclose()
+
+
+@pytest.fixture
+async def connection(cluster: aio.RedisCluster) -> AsyncIterator[Connection]:
+    connection = Connection(cluster, namespace="trouble")
+    await connection.ready()
+    yield connection
+    await connection.aclose()
+
+
+async def test_no_call_waits_while_the_servers_of_a_cluster_are_looked_for_again(
+    connection, monkeypatch
+):
+    manager, asked, answers = connection.client.nodes_manager, asyncio.Event(), asyncio.Event()
+    look = type(manager).initialize
+
+    async def silent(manager: Any, **options: Any) -> None:
+        asked.set()
+        await answers.wait()
+        await look(manager, **options)
+
+    monkeypatch.setattr(type(manager), "initialize", silent)
+    connection.client._initialize = True  # as after a call that was not answered
+    for partition in range(connection.partitions):
+        await connection.execute("EXISTS", connection.keys(partition).workers)
+    await asked.wait()
+    answers.set()
+
+
+async def test_a_slot_that_is_down_closes_no_connection_to_the_other_servers(
+    connection, monkeypatch
+):
+    client, partitions = connection.client, range(connection.partitions)
+    nodes = {p: client.get_node_from_key(connection.keys(p).prefix) for p in partitions}
+    other = next(node for node in nodes.values() if node is not nodes[0])
+    run = type(other).execute_command
+
+    async def number() -> Any:
+        return await client.execute_command("CLIENT ID", target_nodes=other)
+
+    async def down(node: Any, *args: Any, **options: Any) -> Any:
+        if node is nodes[0]:
+            raise ClusterDownError("CLUSTERDOWN Hash slot not served")
+        return await run(node, *args, **options)
+
+    before = await number()
+    monkeypatch.setattr(type(other), "execute_command", down)
+    with pytest.raises(BrokerUnavailable):
+        await connection.once("EXISTS", connection.keys(0).workers)
+    assert await number() == before
 
 
 async def _claim_all(queue: JobQueue, count: int) -> list[Any]:
