@@ -86,7 +86,13 @@ class Submission:
             for draft, (outcome, job_id) in zip(batch, answers):
                 replies[draft.id] = (outcome, job_id.decode())
 
-        await asyncio.gather(*(send_batch(batch) for batch in _batches(drafts)))
+        sending = [asyncio.ensure_future(send_batch(batch)) for batch in _batches(drafts)]
+        try:
+            await asyncio.gather(*sending)
+        finally:  # nothing more is sent once the caller has heard of one that failed
+            for one in sending:
+                one.cancel()
+            await asyncio.gather(*sending, return_exceptions=True)
         accepted = [_accepted(draft, *replies[draft.id]) for draft in drafts]
         waits_ms = [int(reply) for outcome, reply in replies.values() if outcome == _FULL]
         if waits_ms:

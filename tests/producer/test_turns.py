@@ -13,6 +13,7 @@ from tokenfleet.producer.blocking import Client
 from tokenfleet.producer.client import AsyncClient
 from tokenfleet.producer.connection import MOST_CALLS
 from tokenfleet.producer.errors import BrokerUnavailable
+from tokenfleet.producer.protocol import JobRequest
 from tokenfleet.producer.turns import Turns
 
 MANY = 300
@@ -156,3 +157,25 @@ async def test_a_forked_child_waits_for_none_of_its_parents_turns(bare_lab):
     reply.set()
     await asyncio.gather(*calls)
     await parents_client.aclose()
+
+
+async def test_once_a_batch_of_many_has_failed_none_of_the_others_is_sent(bare_lab, monkeypatch):
+    lab, run, begun = bare_lab, bare_lab.connection.run, 0
+    others_begin = asyncio.Event()
+
+    async def fails_once(*args: Any, **more: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        if begun == 1:
+            raise BrokerUnavailable("the first one")
+        await others_begin.wait()
+        return await run(*args, **more)
+
+    monkeypatch.setattr(lab.connection, "run", fails_once)
+    request = JobRequest(model="m", prompt="x")
+    drafts = [lab.submission.draft(request) for _ in range(1000)]
+    with pytest.raises(BrokerUnavailable):
+        await lab.submission.send(drafts)
+    others_begin.set()
+    assert len(asyncio.all_tasks()) == 1
+    assert await lab.entries() == 0
