@@ -71,7 +71,7 @@ class MoeMlp:
     def __call__(self, x: Tensor | Fp8Rows | Int8Rows) -> Tensor:
         """Inputs as they are, not rounded."""
         assert isinstance(x, Tensor)
-        weights, chosen = self._route(x)
+        weights, chosen = route(x, self.router, self.top_k, renormalize=self.renormalize)
         flat = chosen.flatten()
         order = flat.argsort(stable=True)  # visits grouped by expert, tokens in order within
         grouped = x[order // self.top_k]
@@ -84,9 +84,6 @@ class MoeMlp:
                 start += count
         by_token = visits.view(-1, self.top_k, x.shape[1])
         return (by_token * weights[..., None]).sum(dim=1)
-
-    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return route(x, self.router, self.top_k, renormalize=self.renormalize)
 
 
 @dataclass(frozen=True, slots=True)
