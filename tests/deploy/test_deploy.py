@@ -80,6 +80,23 @@ def test_the_image_runs_as_nobody_special_and_holds_no_model(deploy: Path) -> No
     assert text.count("-c deploy/constraints.txt") == text.count("RUN pip install")
 
 
+@pytest.mark.parametrize("index", ["", "https://download.pytorch.org/whl/cpu"])
+def test_a_cuda_image_takes_the_triton_that_its_torch_names(
+    index: str, deploy: Path, tmp_path: Path
+) -> None:
+    """PyPI's torch pins another one than the constraints do; no installer could satisfy both."""
+    (tmp_path / "deploy").mkdir()
+    made = tmp_path / "deploy" / "constraints.txt"
+    given = (deploy / "constraints.txt").read_text()
+    made.write_text(given)
+    text = (deploy / "Dockerfile").read_text()
+    (command,) = re.findall(r"^RUN (if .*triton.*)$", text, re.M)
+    assert text.index(command) < text.index("RUN pip install")
+    run("env", f"TORCH_INDEX={index}", "sh", "-c", f"cd '{tmp_path}' && {command}")
+    assert ("triton==" in made.read_text()) == bool(index)
+    assert made.read_text().count("==") == given.count("==") - (not index)
+
+
 def test_a_wheel_made_of_what_the_image_copies_has_every_file(root: Path, tmp_path: Path) -> None:
     copied = re.findall(r"^COPY (?!--)(.*) \S+$", (root / "deploy/Dockerfile").read_text(), re.M)
     names = [name for line in copied for name in line.split()]
