@@ -263,7 +263,7 @@ def _print_table(report: Report) -> None:
                 f"{summary.workload}: outside of the worker: "
                 f"{summary.middle('ttft_outside_worker_s') * 1e3:.1f} ms of the mean TTFT "
                 f"({summary.middle('ttft_until_claimed_s') * 1e3:.1f} ms from submission to claim, "
-                f"{summary.middle('ttft_from_worker_s') * 1e3:.1f} ms from it to the reader)"
+                f"{summary.middle('ttft_from_worker_s') * 1e3:.1f} ms from worker to reader)"
             )
         if summary.has("blocks_spare_per_sequence_max"):
             most = summary.span("blocks_spare_per_sequence_max")[1]
