@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tokenfleet.producer.errors import TokenfleetError
+from tokenfleet.producer.errors import BrokerUnavailable, TokenfleetError
 from tokenfleet.producer.protocol import Event, JobRequest, JobResult, State
 
 FENCED, BEHIND, CANCELLED, EXPIRED = 1, 2, 4, 8
@@ -27,6 +27,10 @@ class LogBehind(TokenfleetError):
         super().__init__(f"the log of job {job_id} ends at offset {logged}; send again from there")
         self.job_id = job_id
         self.logged = logged
+
+
+class NothingTaken(BrokerUnavailable):
+    """Redis was not reached, and had not been asked yet for anything that takes jobs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,14 @@ jobs, and this worker drops them.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 import structlog
 
 from tokenfleet.worker.broker import BROKER_ERRORS, Broker
+from tokenfleet.worker.claims import by_partition, together
 from tokenfleet.worker.jobs import Job, Stage
 from tokenfleet.worker.publisher import Publisher
 from tokenfleet.worker.queue import ClaimedJob, JobQueue
@@ -56,9 +58,31 @@ class HandBack:
         """Log what the jobs have made, then hand them over: the blamed ones with a failure.
 
         A job that ends meanwhile stays, for its end to be published. `preempted`: the spared ones
-        make way for others.
+        make way for others. Jobs of one partition do not wait for the server of another.
         """
-        async with self._publisher.still() as publish:
+        of = by_partition([*blamed, *spared], lambda job: job.id)
+        calls = [
+            self._give(
+                partition,
+                [job for job in jobs if job in blamed],
+                [job for job in jobs if job not in blamed],
+                why,
+                preempted=preempted,
+            )
+            for partition, jobs in of.items()
+        ]
+        await together(calls)
+
+    async def _give(
+        self,
+        partition: int,
+        blamed: Sequence[Job],
+        spared: Sequence[Job],
+        why: str,
+        *,
+        preempted: bool,
+    ) -> None:
+        async with self._publisher.still(partition) as publish:
             blamed, spared = _unended(blamed), _unended(spared)
 
             async def fail() -> None:
@@ -77,23 +101,28 @@ class HandBack:
 
         The victims that lose theirs leave with their log. Raises what the queue's swap raises.
         """
-        async with self._publisher.still():
-            offered = _unended(victims)
-            claimed, gone = await self._queue.swap([job.claimed for job in offered])
-            for job in offered:
-                if job.id in gone:
-                    self._owner.put_back(job)
+        offered = {job.id: job for job in _unended(victims)}
+
+        @asynccontextmanager
+        async def hold(partition: int) -> AsyncIterator[set[str]]:
+            gone: set[str] = set()
+            async with self._publisher.still(partition):
+                yield gone
+                for job_id in gone:
+                    self._owner.put_back(offered[job_id])
+
+        claimed, _ = await self._queue.swap([job.claimed for job in offered.values()], hold)
         return claimed
 
     async def give_up_end(self, job: Job, why: str) -> None:
         """Hand over a job whose tokens Redis will not take, ended or not."""
-        async with self._publisher.still():
+        async with self._publisher.still(job.partition):
             await self._until_reached(lambda: self._release([job], why), [job])
 
     async def offer(self, job: Job) -> ClaimedJob | None:
         """Offer a running job to a Redis that may have forgotten it; None: it knows better."""
         again: list[ClaimedJob | None] = []
-        await self._publisher.settled()
+        await self._publisher.settled(job.partition)
 
         async def adopt() -> None:
             again.append(await self._queue.adopt(job.claimed, job.history))

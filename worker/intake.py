@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from tokenfleet.worker.broker import BROKER_ERRORS, Broker
+from tokenfleet.worker.claims import NothingTaken
 from tokenfleet.worker.dispatch import Dispatcher
 from tokenfleet.worker.jobs import Job
 from tokenfleet.worker.preemption import Seats
@@ -124,6 +125,7 @@ class Intake:
         try:
             claimed = await call()
         except BROKER_ERRORS as error:
+            self._unsure = doubt or not isinstance(error, NothingTaken)
             self._broker.away("claim", error)
             await self._broker.pause()
             return True

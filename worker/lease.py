@@ -75,16 +75,18 @@ class LeaseKeeper:
         return all(reached) or not len(self._roster)
 
     async def _renew(self, jobs: list[Job]) -> bool:
-        asked = self._clock()
+        asked, claimed = self._clock(), [job.claimed for job in jobs]
         try:
             async with asyncio.timeout(self._lease_s / RENEWALS_PER_LEASE):
-                lost = await self._queue.renew([job.claimed for job in jobs])
+                lost = await self._queue.renew(claimed)
         except BROKER_ERRORS as error:  # TimeoutError is one of them
             self._broker.away("renew", error)
             self.drop_overdue()
             return False
         self._broker.reached()
-        for job in jobs:
+        for job, renewed in zip(jobs, claimed):
+            if job.claimed is not renewed:
+                continue  # Redis had forgotten it, and was given it again meanwhile
             if job.id not in lost:
                 job.lease_until = asked + self._lease_s
             elif job.ending is None:  # one that ends is settled by its finish

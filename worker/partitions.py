@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -65,7 +65,7 @@ class Spread:
         """Rounds, in the order of `partitions`; each brings a job or gives up a partition."""
         left = list(partitions)
         while left and (want := min(self.count - len(self.jobs), most_at_once)) > 0:
-            waiting, unseen = await self._look(left, want)
+            waiting, unseen = await look(self.calls.peek, left, want)
             self.errors += unseen.values()
             shares = allot(self.order.plan(want), waiting, want)
             if not shares:
@@ -75,32 +75,6 @@ class Spread:
             if full and _total(shares) < want:  # all that was seen; at `want` a look ends
                 return
             left = [p for p in left if p not in unseen and p not in lost and taken.get(p, 1)]
-
-    async def _look(
-        self, partitions: Sequence[int], want: int
-    ) -> tuple[Waiting, dict[int, Exception]]:
-        """Returns what waits in the partitions that have answered, and why the others have not."""
-        loop, limits = asyncio.get_running_loop(), set[asyncio.Timeout]()
-        began, until = loop.time(), None
-
-        async def look(partition: int) -> Mapping[str, int]:
-            nonlocal until
-            try:
-                async with asyncio.timeout_at(until) as limit:
-                    limits.add(limit)
-                    found = await self.calls.peek(partition, want)
-            except TimeoutError:
-                silent = f"partition {partition} has not answered as the others have"
-                raise BrokerUnavailable(silent) from None
-            finally:
-                limits.discard(limit)
-            if until is None:
-                until = 2 * loop.time() - began + LOOK_S
-                for one in limits:
-                    one.reschedule(until)
-            return found
-
-        return await settled({p: look(p) for p in partitions})
 
     async def _claim(
         self, shares: Waiting, want: int
@@ -118,6 +92,33 @@ class Spread:
         jobs = [job for p in shares if p in found for job in found[p].jobs]
         self.jobs += self.order.settle(jobs, by_class, count=want)
         return {p: one.by_class.total() for p, one in found.items()}, lost
+
+
+async def look(
+    peek: Callable[[int, int], Awaitable[Mapping[str, int]]], partitions: Sequence[int], most: int
+) -> tuple[Waiting, dict[int, Exception]]:
+    """Returns what waits in the partitions that have answered, and why the others have not."""
+    loop, limits = asyncio.get_running_loop(), set[asyncio.Timeout]()
+    began, until = loop.time(), None
+
+    async def one(partition: int) -> Mapping[str, int]:
+        nonlocal until
+        try:
+            async with asyncio.timeout_at(until) as limit:
+                limits.add(limit)
+                found = await peek(partition, most)
+        except TimeoutError:
+            silent = f"partition {partition} has not answered as the others have"
+            raise BrokerUnavailable(silent) from None
+        finally:
+            limits.discard(limit)
+        if until is None:
+            until = 2 * loop.time() - began + LOOK_S
+            for other in limits:
+                other.reschedule(until)
+        return found
+
+    return await settled({p: one(p) for p in partitions})
 
 
 def allot(offers: Sequence[Offer], waiting: Waiting, count: int) -> dict[int, dict[str, int]]:

@@ -1,20 +1,22 @@
 """Brings events into the jobs' logs: the first token at once, later ones together, the end last.
 
-One flush is on its way at a time. What the engine makes meanwhile waits as drafts inside the jobs
-and merges there, so a slow Redis costs delay and never memory without bound. Events leave a job's
-hands only when Redis has said that it has them.
+Each partition has a lane of its own, with one flush on its way at a time: a server that says
+nothing keeps the tokens of its own partitions, and nobody else's. What the engine makes meanwhile
+waits as drafts inside the jobs and merges there, so a slow Redis costs delay and never memory
+without bound. Events leave a job's hands only when Redis has said that it has them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
-from typing import Protocol
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import partial
+from typing import Any, Protocol
 
 from tokenfleet.worker.broker import BROKER_ERRORS, Broker, blames_request
+from tokenfleet.worker.claims import together
 from tokenfleet.worker.jobs import Job, Stage, arrived, take
 from tokenfleet.worker.queue import EmitOutcome, JobQueue, LogBehind
 
@@ -61,6 +63,73 @@ class Publisher:
         flush_interval_s: float,
         flushed: Callable[[float], None],
     ) -> None:
+        self._new_lane = partial(_Lane, queue, broker, owner, flush_interval_s, flushed)
+        self._lanes: dict[int, _Lane] = {}
+        """By partition; made when a job of it has something to publish."""
+        self._more = asyncio.Event()
+        """Set when a lane was made."""
+
+    def touch(self, job: Job, *, urgent: bool = False) -> None:
+        """The job has something to publish; `urgent`: do not wait for the interval."""
+        self._lane(job.partition).touch(job, urgent=urgent)
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything handed in has arrived."""
+        return all(lane.idle for lane in self._lanes.values())
+
+    async def run(self) -> None:
+        """Flush until cancelled; an unreachable Redis is waited for."""
+        running: dict[int, asyncio.Task[None]] = {}
+        more = asyncio.ensure_future(self._more.wait())
+        try:
+            while True:
+                self._more.clear()
+                for partition in self._lanes.keys() - running.keys():
+                    work = self._lanes[partition].run()
+                    running[partition] = asyncio.create_task(work, name="publisher")
+                if more.done():
+                    more = asyncio.ensure_future(self._more.wait())
+                await asyncio.wait((more, *running.values()), return_when=asyncio.FIRST_COMPLETED)
+                for lane in running.values():
+                    if lane.done():
+                        lane.result()  # it ends by a fault of ours alone
+        finally:
+            await _end({more, *running.values()})
+
+    async def flush(self) -> bool:
+        """Publish what there is now. Returns False when Redis was not reached for all of it."""
+        lanes = list(self._lanes.values())
+        return all(await together([lane.flush() for lane in lanes]))
+
+    def still(self, partition: int) -> AbstractAsyncContextManager[Callable[[], Awaitable[bool]]]:
+        """Publish a partition's events once more, then none until the block is left, but for what
+        the block asks for by calling what it is given: that flushes again, as `flush` does."""
+        return self._lane(partition).still()
+
+    async def settled(self, partition: int) -> None:
+        """Return when the replies of what is on its way there now have come, or will not come."""
+        await self._lane(partition).settled()
+
+    def _lane(self, partition: int) -> _Lane:
+        lane = self._lanes.get(partition)
+        if lane is None:
+            lane = self._lanes[partition] = self._new_lane()
+            self._more.set()
+        return lane
+
+
+class _Lane:
+    """The publisher of one partition; it has the contracts of the methods."""
+
+    def __init__(
+        self,
+        queue: JobQueue,
+        broker: Broker,
+        owner: Owner,
+        flush_interval_s: float,
+        flushed: Callable[[float], None],
+    ) -> None:
         self._queue = queue
         self._broker = broker
         self._owner = owner
@@ -73,7 +142,6 @@ class Publisher:
         self._flushing = asyncio.Lock()
 
     def touch(self, job: Job, *, urgent: bool = False) -> None:
-        """The job has something to publish; `urgent`: do not wait for the interval."""
         self._dirty[job.engine_id] = job
         if not self._some.is_set():
             self._some.set()
@@ -82,11 +150,9 @@ class Publisher:
 
     @property
     def idle(self) -> bool:
-        """Whether everything handed in has arrived."""
         return not self._dirty
 
     async def run(self) -> None:
-        """Flush until cancelled; an unreachable Redis is waited for."""
         while True:
             await self._some.wait()
             await self._until_due()
@@ -100,28 +166,26 @@ class Publisher:
                 await self._broker.pause()
 
     async def flush(self) -> bool:
-        """Publish what there is now. Returns False when Redis was not reached for all of it."""
         async with self._flushing:
             return await self._flush()
 
     @asynccontextmanager
     async def still(self) -> AsyncIterator[Callable[[], Awaitable[bool]]]:
-        """Publish once more, then nothing until the block is left, but for what the block asks for
-        by calling what it is given: that flushes again, as `flush` does."""
         async with self._flushing:
             await self._flush()
             yield self._flush
 
     async def settled(self) -> None:
-        """Return when the replies of what is on its way now have come, or will not come."""
         async with self._flushing:
             return
 
     async def _flush(self) -> bool:
         jobs, self._dirty = self._dirty.values(), {}
         started = self._last_flush = time.monotonic()
-        ended, groups = _sorted(jobs)
-        calls = [self._finish(job) for job in ended] + [self._emit(group) for group in groups]
+        ended, logging = _sorted(jobs)
+        calls = [self._finish(job) for job in ended]
+        if logging:
+            calls.append(self._emit(logging))
         if not calls:
             return True
         done = [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
@@ -207,15 +271,25 @@ class Publisher:
         return True
 
 
-def _sorted(jobs: Iterable[Job]) -> tuple[list[Job], list[list[Job]]]:
-    """Jobs to finish, and those to emit for by their partition; suspended ones are neither."""
+def _sorted(jobs: Iterable[Job]) -> tuple[list[Job], list[Job]]:
+    """Jobs to finish, and those to emit for; suspended ones are neither."""
     ended: list[Job] = []
-    groups: defaultdict[int, list[Job]] = defaultdict(list)
+    logging: list[Job] = []
     for job in jobs:
         if job.suspended:
             continue
         if job.stage in _LOGGING:
-            groups[job.partition].append(job)
+            logging.append(job)
         elif job.stage is Stage.ENDED:
             ended.append(job)
-    return ended, list(groups.values())
+    return ended, logging
+
+
+async def _end(tasks: set[asyncio.Task[Any]]) -> None:
+    """Cancel tasks until they have ended, more than once: a client library may take one cancel for
+    its own. Who waits here may be cancelled meanwhile, and waits on."""
+    while left := {task for task in tasks if not task.done()}:
+        for task in left:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait(left, timeout=0.2)

@@ -34,6 +34,7 @@ from tokenfleet.worker.groups import Groups
 from tokenfleet.worker.job_log import PATIENCE_S, JobLog
 from tokenfleet.worker.priorities import ClassOrder
 from tokenfleet.worker.rescue import Rescue
+from tokenfleet.worker.swapping import Hold, unheld
 from tokenfleet.worker.taker import Taker
 
 __all__ = ["ClaimedJob", "Emission", "EmitOutcome", "Entries", "JobQueue", "LogBehind"]
@@ -93,6 +94,7 @@ class JobQueue:
             self._terms,
             order=order or ClassOrder(),
             bury=self._bury,
+            put_back=self._put_back_in,
             regrouped=self._rescue.restart_repair,
         )
 
@@ -117,17 +119,19 @@ class JobQueue:
         self._first_partition = (self._first_partition + 1) % self._connection.partitions
         return await self._taker.claim(count, partitions)
 
-    async def swap(self, victims: Sequence[ClaimedJob]) -> tuple[list[ClaimedJob], frozenset[str]]:
+    async def swap(
+        self, victims: Sequence[ClaimedJob], hold: Hold = unheld
+    ) -> tuple[list[ClaimedJob], frozenset[str]]:
         """Take jobs of more urgent classes, each in the place of one of `victims`.
 
-        The victims, first ones first, go back to the front of their class; what they have made must
-        have been logged. Returns the jobs taken and the ids put back. Never repeated, as claim.
+        The victims, first ones first, go back to the front of their class; within `hold` what they
+        have made is logged. Returns the jobs taken and the ids put back. Never repeated, as claim.
         """
-        return await self._taker.swap(victims, self._partitions())
+        return await self._taker.swap(victims, self._partitions(), hold)
 
     @property
     def cut_short(self) -> bool:
-        """Whether the last claim or swap brought jobs, and may have taken more than it brought."""
+        """Whether the last claim or swap may have taken more than it brought."""
         return self._taker.cut_short
 
     async def wait(self, timeout_s: float) -> bool:
@@ -183,6 +187,9 @@ class JobQueue:
             [self._release_in(*group, preempted=preempted) for group in groups.items()]
         )
         return frozenset().union(*found)
+
+    async def _put_back_in(self, partition: int, victims: Sequence[ClaimedJob]) -> set[str]:
+        return await self._release_in(partition, victims, preempted=True)
 
     async def _release_in(
         self, partition: int, group: Sequence[ClaimedJob], *, preempted: bool

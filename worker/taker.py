@@ -17,22 +17,21 @@ from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import BrokerUnavailable, KeyOccupied, UndecodableJob
 from tokenfleet.producer.keys import PRIORITIES
 from tokenfleet.producer.scripts import Script, load
-from tokenfleet.worker.claims import ClaimedJob, Terms, by_partition, claimed_job, text
+from tokenfleet.worker.claims import ClaimedJob, NothingTaken, Terms, claimed_job, text
 from tokenfleet.worker.doorbell import Doorbell
-from tokenfleet.worker.partitions import Spread, Taken, settled
+from tokenfleet.worker.partitions import Spread, Taken
 from tokenfleet.worker.priorities import ClassOrder, Offer
+from tokenfleet.worker.swapping import URGENT, Hold, Swap
 
 CLAIM, SWAP, PEEK = (
     load("tokenfleet.worker.lua", name, "taking") for name in ("claim", "swap", "peek")
 )
 
 MOST_PER_CLAIM = 128
-URGENT = PRIORITIES[:-1]
-"""Classes that jobs of the last one make way for."""
-
 log = structlog.get_logger()
 
 Bury = Callable[[str, int, str], Awaitable[Any]]
+PutBack = Callable[[int, Sequence[ClaimedJob]], Awaitable[set[str]]]
 
 
 class Taker:
@@ -40,6 +39,7 @@ class Taker:
 
     Args:
         bury: dead-letters a job that nobody can read: id, attempt, reason.
+        put_back: releases jobs of a partition that make way for others; returns the ids released.
         regrouped: told of a partition whose groups were gone.
     """
 
@@ -50,12 +50,14 @@ class Taker:
         *,
         order: ClassOrder,
         bury: Bury,
+        put_back: PutBack,
         regrouped: Callable[[int], None],
     ) -> None:
         self._connection = connection
         self._terms = terms
         self._order = order
         self._bury = bury
+        self._put_back = put_back
         self._regrouped = regrouped
         self._bell = Doorbell(connection)
         self._urgent_bell = Doorbell(connection)
@@ -66,7 +68,7 @@ class Taker:
         self._foreign: dict[int, dict[str, str]] = {}
         """By partition: keys that are not ours, and what lies there."""
         self.cut_short = False
-        """Whether the last call brought jobs, and then a reply did not come."""
+        """Whether the last call may have taken more than it brought: a reply did not come."""
 
     async def claim(self, count: int, partitions: Sequence[int]) -> list[ClaimedJob]:
         """Take up to `count` waiting jobs.
@@ -74,7 +76,7 @@ class Taker:
         Raises BrokerUnavailable only when nothing was claimed: what came before the connection
         broke is returned.
         """
-        self._next_due_ms, self.cut_short, self._more = None, False, False
+        self._next_due_ms, self.cut_short, self._more = None, True, False
         if len(partitions) > 1:
             return await self._claim_spread(count, partitions)
         jobs: list[ClaimedJob] = []
@@ -87,34 +89,38 @@ class Taker:
         except BrokerUnavailable:
             if not jobs:
                 raise
-            self.cut_short = True
+            return jobs
+        self.cut_short = False
         return jobs
 
     async def _claim_spread(self, count: int, partitions: Sequence[int]) -> list[ClaimedJob]:
         spread = Spread(self, self._order, count)
         await spread.run(partitions, MOST_PER_CLAIM)
-        if spread.errors and not spread.jobs:
-            raise spread.errors[0]
         self.cut_short = spread.cut_short
+        if spread.errors and not spread.jobs:
+            raise _error(spread)
         return spread.jobs
 
     async def swap(
-        self, victims: Sequence[ClaimedJob], partitions: Sequence[int]
+        self, victims: Sequence[ClaimedJob], partitions: Sequence[int], hold: Hold
     ) -> tuple[list[ClaimedJob], frozenset[str]]:
         """Take jobs of more urgent classes, each for one of `victims`, which goes back.
 
-        A victim makes way for a job of its own partition. Returns the jobs taken and the ids put
-        back; raises as claim does.
+        Returns the jobs taken and the ids put back; raises as claim does.
         """
-        self.cut_short = False
-        groups = by_partition(victims, lambda job: job.id)
-        calls = {p: self._swap_in(p, groups[p]) for p in partitions if p in groups}
-        swapped, errors = await settled(calls)
-        jobs = [job for found, _ in swapped.values() for job in found]
-        if errors and not jobs:
-            raise next(iter(errors.values()))
-        self.cut_short = bool(errors)
-        return jobs, frozenset().union(*(gone for _, gone in swapped.values()))
+        self.cut_short = True
+        if len(partitions) == 1:
+            async with hold(partitions[0]) as gone:
+                jobs, put_back = await self.swap_in(partitions[0], victims)
+                gone |= put_back
+            self.cut_short = False
+            return jobs, frozenset(put_back)
+        swap = Swap(self, hold)
+        await swap.run(victims, partitions)
+        self.cut_short = swap.cut_short
+        if swap.errors and not swap.jobs:
+            raise _error(swap)
+        return swap.jobs, frozenset(swap.gone)
 
     async def wait(self, timeout_s: float) -> bool:
         """Return when a job may be there, or the time is over. Takes nothing."""
@@ -161,9 +167,22 @@ class Taker:
         by_class = Counter(text(raw[5]) for raw in found)
         return Taken(by_class, await self._decode(found, now))
 
-    async def _swap_in(
+    async def peek_urgent(self, partition: int, most: int) -> dict[str, int]:
+        """The same of the classes that others make way for."""
+        keys = self._keys(partition, URGENT)
+        now, _, regrouped, lasts, counts, _ = await self._run(PEEK, partition, keys, [most])
+        self._noted(self._urgent_bell, partition, now, regrouped, keys, lasts)
+        return dict(zip(URGENT, counts))
+
+    async def claim_urgent(self, partition: int, count: int) -> list[ClaimedJob]:
+        """One call for jobs of those classes."""
+        offers = [Offer(priority, count) for priority in URGENT]
+        return (await self.claim_in(partition, offers, count)).jobs
+
+    async def swap_in(
         self, partition: int, victims: Sequence[ClaimedJob]
     ) -> tuple[list[ClaimedJob], set[str]]:
+        """One call; the victims are of this partition."""
         keys = self._keys(partition, URGENT)
         args = [self._terms.worker_id, self._terms.lease_ms, *self._terms.ttls]
         args += [part for job in victims for part in (job.id, job.attempt)]
@@ -171,6 +190,10 @@ class Taker:
         now, regrouped, lasts, found, gone, _ = reply
         self._noted(self._urgent_bell, partition, now, regrouped, keys, lasts)
         return await self._decode(found, now), {text(job_id) for job_id in gone}
+
+    async def put_back_in(self, partition: int, victims: Sequence[ClaimedJob]) -> set[str]:
+        """Release them; returns the ids released."""
+        return await self._put_back(partition, victims)
 
     def _noted(
         self,
@@ -222,3 +245,8 @@ class Taker:
 
     async def _run(self, script: Script, partition: int, keys: list[str], args: list[Any]) -> Any:
         return await self._connection.run(script, partition, keys, args, patience_s=0.0)
+
+
+def _error(call: Spread | Swap) -> Exception:
+    """Why a call over several partitions has brought nothing."""
+    return call.errors[0] if call.cut_short else NothingTaken(str(call.errors[0]))

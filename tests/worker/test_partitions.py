@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -285,7 +286,7 @@ class Lost:
     def lost(self, job: Any, reason: str) -> None:
         self.told.append(job.id)
 
-    fenced = None
+    fenced: Any = None
 
 
 async def test_leases_go_on_in_the_partitions_that_are_there(valkey_lab, spread):
@@ -304,6 +305,28 @@ async def test_leases_go_on_in_the_partitions_that_are_there(valkey_lab, spread)
     assert await keeper.renew() is True
     assert {job.lease_until - now for job in jobs} == {30.0}
     assert owner.told == []
+
+
+async def test_a_renewal_of_an_attempt_that_redis_forgot_says_nothing_of_the_next_one(
+    valkey_lab, spread
+):
+    owner, renew = Lost(), spread.renew
+    owner.fenced = lambda job: owner.told.append(job.id)
+    await put(valkey_lab, 0)
+    (job,) = [_Held(one, 1010.0) for one in await spread.claim(1)]
+    again = replace(job.claimed, attempt=2)
+
+    async def forgotten(jobs: Any) -> frozenset[str]:
+        found = await renew([replace(one, attempt=7) for one in jobs])
+        job.claimed = again  # adopted while the reply was on its way
+        return found
+
+    spread.renew = forgotten
+    keeper = LeaseKeeper(
+        spread, Broker(), [job], owner, lease_s=30.0, healthy=lambda: True, clock=lambda: 1000.0
+    )
+    assert await keeper.renew() is True
+    assert (owner.told, job.lease_until) == ([], 1010.0)
 
 
 class _Held:

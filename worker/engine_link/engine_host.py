@@ -17,12 +17,14 @@ import structlog
 from tokenfleet.engine.errors import EngineError
 from tokenfleet.worker.dispatch import Dispatcher
 from tokenfleet.worker.engine_link.engine_process import EngineHandle, EngineInfo, EngineStartFailed
+from tokenfleet.worker.engine_link.engine_spawn import longest_wait, waits_of
 from tokenfleet.worker.observing.telemetry import Telemetry
 from tokenfleet.worker.roster import Roster
 
 MAX_DEATHS = 5
 FIRST_BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 10.0
+MOST_LIMITS = 4
 
 log = structlog.get_logger()
 
@@ -36,7 +38,7 @@ class EngineHost:
 
     Args:
         make: a handle for a new engine process.
-        step_limit_s: with work and without a sign of life for this long, it is killed.
+        step_limit_s: with work, time to run and without a sign of life for longer, it is killed.
         start_limit_s: not ready for this long after its launch, it is killed.
         on_ready: told each time an engine is up.
     """
@@ -140,14 +142,30 @@ class EngineHost:
         return await handle.cause_of_death()
 
     async def _watch(self, handle: EngineHandle) -> None:
-        """Kill an engine that has work and says nothing."""
+        """Kill an engine that has work and says nothing.
+
+        Counted is time in which this process looked as often as it meant to, and in which no thread
+        of the engine waited for a processor: a machine that has no time for the two is no fault of
+        the engine, and what it said meanwhile may be waiting to be read. But no silence lasts
+        longer than MOST_LIMITS times the limit.
+        """
+        tick_s = self._step_limit_s / 4
+        silent_s = total_s = heard = 0.0
+        waits = waits_of(handle.pid)
         while True:
-            await asyncio.sleep(self._step_limit_s / 4)
+            looked = self._clock()
+            await asyncio.sleep(tick_s)
+            waits, waited = waits_of(handle.pid), waits
             since = self._dispatcher.working_since
             if since is None:
                 continue
-            silent_s = self._clock() - max(since, handle.last_heard)
-            if silent_s > self._step_limit_s:
-                log.error("engine_hangs", silent_s=round(silent_s, 1))
+            heard, before = max(since, handle.last_heard), heard
+            if heard != before:
+                silent_s = total_s = 0.0
+            passed_s = min(self._clock() - max(looked, heard), tick_s)
+            total_s += passed_s
+            silent_s += max(0.0, passed_s - longest_wait(waited, waits))
+            if silent_s > self._step_limit_s or total_s > MOST_LIMITS * self._step_limit_s:
+                log.error("engine_hangs", silent_s=round(self._clock() - heard, 1))
                 await handle.kill()
                 return

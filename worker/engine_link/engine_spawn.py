@@ -7,11 +7,13 @@ child loads its libraries and its model while the worker loads its own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 POLL_S = 0.01
 EXIT_PATIENCE_S = 2.0
@@ -70,3 +72,18 @@ class SpawnedEngine:
         while (code := await self.exit_code(60.0)) is None:
             continue  # in a system call that cannot be interrupted: nobody can do more than wait
         return code
+
+
+def waits_of(pid: int | None) -> dict[str, float]:
+    """How long each thread of a process could have run and waited for a processor, in seconds;
+    empty where the system does not tell."""
+    found = {}
+    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it has just ended
+            found[file.parent.name] = int(file.read_text().split()[1]) / 1e9
+    return found
+
+
+def longest_wait(before: dict[str, float], after: dict[str, float]) -> float:
+    """Of the thread that waited longest between two such looks."""
+    return max((waited - before.get(thread, waited) for thread, waited in after.items()), default=0)

@@ -255,8 +255,8 @@ async def test_what_a_dead_engine_made_while_redis_was_away_is_not_made_again(
     still = worker._publisher.still
 
     @asynccontextmanager
-    async def told():
-        async with still() as publish:
+    async def told(partition):
+        async with still(partition) as publish:
             handing_over.set()
             yield publish
 

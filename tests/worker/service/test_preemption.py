@@ -13,8 +13,8 @@ from tokenfleet.engine.request import EngineRequest
 from tokenfleet.engine.stats import StepStats
 from tokenfleet.worker.engine_link.engine_process import Batch, StepEvent
 from tokenfleet.worker.engine_link.simulated import SimulatedCore
-from tokenfleet.worker.queue import JobQueue
 from tokenfleet.worker.rules import Rules
+from tokenfleet.worker.taker import Taker
 
 
 def stepped(base: type, model: Path) -> type:
@@ -270,16 +270,16 @@ async def test_a_job_that_loses_its_place_may_end_or_be_lost_meanwhile(
     await until(lambda: fleet.has(job))
     fleet.engine.say(job, "abc")
     await until(lambda: fleet.shows(job, "abc"))
-    swapped, go_on, swap = asyncio.Event(), asyncio.Event(), JobQueue.swap
+    swapped, go_on, swap = asyncio.Event(), asyncio.Event(), Taker.swap_in
 
-    async def slow_swap(queue: JobQueue, victims: Any) -> Any:
-        found = await swap(queue, victims)
+    async def slow_swap(taker: Taker, partition: int, victims: Any) -> Any:
+        found = await swap(taker, partition, victims)
         if found[0]:
             swapped.set()
             await go_on.wait()
         return found
 
-    monkeypatch.setattr(JobQueue, "swap", slow_swap)
+    monkeypatch.setattr(Taker, "swap_in", slow_swap)
     soon = await fleet.submit("now!", priority="interactive")
     await swapped.wait()
     if meanwhile == "ends":

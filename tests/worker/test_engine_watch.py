@@ -1,0 +1,122 @@
+"""When an engine counts as hung: it is silent, and has had time to speak."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tokenfleet.worker.engine_link import engine_host
+from tokenfleet.worker.engine_link.engine_host import EngineHost
+from tokenfleet.worker.engine_link.engine_spawn import longest_wait, waits_of
+
+LIMIT_S = 0.02
+BEGAN = 1000.0
+
+
+class Watched:
+    """An engine that has work and says nothing, under a clock of the test's own."""
+
+    pid = None
+    last_heard = 0.0
+
+    def __init__(self) -> None:
+        self.killed = asyncio.Event()
+        self.looks = 0
+        self._passes_s: list[float] = []
+        self._now = BEGAN
+
+    async def kill(self) -> int:
+        self.killed.set()
+        return -9
+
+    def clock(self) -> float:
+        """Each look at it, two of which come with each tick, takes what the test says, or none."""
+        self.looks += 1
+        self._now += self._passes_s.pop(0) if self._passes_s else 0.0
+        return self._now
+
+    def passes(self, *seconds: float) -> None:
+        """Time from here on: asleep, at work, asleep, ..."""
+        self._passes_s = [0.0, *(part for one in seconds for part in (one, 0.0))]
+
+    async def looked_at(self, times: int) -> None:
+        until = self.looks + 2 * times
+        while self.looks < until and not self.killed.is_set():  # noqa: ASYNC110  # it is no event
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def watched(passes: Callable[[], list[float]]) -> AsyncIterator[Watched]:
+    engine: Any = Watched()
+    engine.passes(*passes())
+    dispatcher: Any = SimpleNamespace(working_since=BEGAN)
+    nobody: Any = None
+    host = EngineHost(
+        nobody, dispatcher, nobody, nobody, step_limit_s=LIMIT_S, start_limit_s=1.0,
+        on_ready=nobody, clock=engine.clock,
+    )  # fmt: skip
+    watching = asyncio.create_task(host._watch(engine))
+    yield engine
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_an_engine_that_is_silent_for_the_limit_is_killed():
+    async with watched(lambda: [LIMIT_S / 4] * 5) as engine:
+        await engine.killed.wait()
+
+
+async def test_time_in_which_the_worker_itself_stood_still_is_no_silence_of_its_engine():
+    async with watched(lambda: [100 * LIMIT_S, LIMIT_S / 4, 100 * LIMIT_S]) as engine:
+        await engine.looked_at(6)
+        assert not engine.killed.is_set()
+
+
+async def test_an_engine_that_got_no_processor_is_not_hung_until_that_has_lasted_for_long(
+    monkeypatch,
+):
+    waits = iter(range(1000))
+    monkeypatch.setattr(engine_host, "waits_of", lambda _pid: {"1": float(next(waits))})
+    async with watched(lambda: [LIMIT_S / 4] * 8) as engine:
+        await engine.looked_at(10)
+        assert not engine.killed.is_set()
+    async with watched(lambda: [LIMIT_S / 4] * 20) as engine:
+        await engine.killed.wait()
+
+
+def test_a_thread_that_waits_for_a_processor_is_seen_and_one_that_sleeps_is_not():
+    """Two that never rest share one processor."""
+    one = str(min(os.sched_getaffinity(0)))
+    busy = f"import os\nos.sched_setaffinity(0, {{{one}}})\nprint(flush=True)\nwhile True: pass"
+    both = [
+        subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE) for _ in range(2)
+    ]
+    try:
+        for process in both:
+            assert process.stdout is not None
+            process.stdout.readline()
+        first = waits_of(both[0].pid)
+        if not first:
+            pytest.skip("this kernel does not say how long threads wait (/proc/<pid>/schedstat)")
+        while longest_wait(first, waits_of(both[0].pid)) < 0.01:
+            pass
+        both[0].send_signal(signal.SIGSTOP)
+        os.waitpid(both[0].pid, os.WUNTRACED)
+        stopped = waits_of(both[0].pid)
+        assert longest_wait(stopped, waits_of(both[0].pid)) == 0
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+    assert waits_of(both[0].pid) == waits_of(None) == {}
