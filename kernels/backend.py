@@ -46,6 +46,7 @@ FUNCTIONS = (
     "tf_paged_attention",
     "tf_quantize_rows",
     "tf_linear_int8",
+    "tf_linear_two_bytes",
     "tf_linear_bf16",
     "tf_run",
     "tf_greedy",

@@ -3,6 +3,7 @@
 // Threads share the columns, so every weight is read once from memory up to 32 rows; more rows: linear_rows.h.
 // The sums of a row are added up in one order, whatever else is in the batch.
 #include "linear_rows.h"
+#include "linear_two_bytes.h"
 
 using namespace tf;
 
@@ -149,6 +150,56 @@ INLINE void bf16_columns(const Layer& layer, [[maybe_unused]] int64_t first, [[m
 #endif
 }
 
+#if defined(TF_AMX)
+
+// The high bytes of up to 16 rows are the tiles' first rows, the low ones their second.
+template <typename T>
+INLINE void two_bytes_on_tiles(const Layer& layer, const TwoBytes& x, int64_t first, int64_t last) {
+    alignas(64) int32_t out[2 * TALL][32];
+    int configured = 0;
+    for (int64_t block = first; block < last; block += 2) {
+        const uint8_t* right = layer.weight + block * layer.depth_blocks * BLOCK_BYTES;
+        const bool two_columns = block + 1 < last;
+        for (int64_t row = 0; row < layer.rows; row += TALL) {
+            const int count = layer.rows - row < TALL ? layer.rows - row : TALL;
+            if (count != configured) configure_tiles(count, count);
+            configured = count;
+            const uint8_t* left = (const uint8_t*)x.high(row);
+            if (two_columns) tile_product<Int8Tiles, true, true>(left, x.stride, right, layer.depth_blocks, out[0], sizeof(out[0]));
+            else tile_product<Int8Tiles, true, false>(left, x.stride, right, layer.depth_blocks, out[0], sizeof(out[0]));
+            for (int r = 0; r < count; r++)
+                for (int c = 0; c < 1 + two_columns; c++)
+                    finish_two_bytes<T>(layer, load(out[r] + c * COLUMNS), load(out[TALL + r] + c * COLUMNS),
+                                        x.scales[row + r], row + r, (block + c) * COLUMNS);
+        }
+    }
+    _tile_release();
+}
+
+#endif
+
+template <typename T> void two_bytes_columns([[maybe_unused]] const Layer& layer, [[maybe_unused]] const TwoBytes& x,
+                                             [[maybe_unused]] int64_t first, [[maybe_unused]] int64_t last) {
+#if defined(TF_AMX)
+    if (on_tiles(layer)) return two_bytes_on_tiles<T>(layer, x, first, last);
+#endif
+#if defined(__AVX512VNNI__)
+    for (int64_t block = first; block < last; block++)
+        for (int64_t row = 0; row < layer.rows; row++) {
+            i32x16 high = {};
+            const auto keep = [&](i32x16 sums, int64_t, int64_t) INLINE_LAMBDA { high = sums; };
+            lane_product<Int8Lanes, 1, 1>(layer, (const uint8_t*)x.high(row), 0, 0, block, keep);
+            const auto finish = [&](i32x16 sums, int64_t, int64_t column) INLINE_LAMBDA {
+                const int64_t n = layer.columns - column < LANES ? layer.columns - column : LANES;
+                i32x16 offset = {};
+                memcpy(&offset, layer.offset + column, n * sizeof(int32_t));
+                finish_two_bytes<T>(layer, high - offset, sums - offset, x.scales[row], row, column);
+            };
+            lane_product<Int8Lanes, 1, 1>(layer, (const uint8_t*)x.low(row), 0, 0, block, finish);
+        }
+#endif
+}
+
 // This thread's share of the column blocks, in pairs.
 INLINE void my_blocks(int64_t columns, int64_t* first, int64_t* last) {
     const int64_t blocks = (columns + COLUMNS - 1) / COLUMNS, pairs = (blocks + 1) / 2;
@@ -203,6 +254,21 @@ EXPORT void tf_linear_int8(const LinearArguments* arguments) {
                 my_blocks(layer.columns, &first, &last);
                 int8_columns<T>(layer, quantized, first, last);
             }
+        }
+    });
+}
+
+// The same product of inputs that are held in two bytes each; x_scales is null.
+EXPORT void tf_linear_two_bytes(const LinearArguments* arguments) {
+    const Layer layer(*arguments, 1);
+    const TwoBytes x = two_bytes_memory(layer);
+    with_dtype(layer.dtype, [&]<typename T>(T*) {
+#pragma omp parallel if (layer.rows * layer.in * layer.columns > SERIAL_PRODUCTS)
+        {
+            split_rows<T>(layer, x);
+            int64_t first, last;
+            my_blocks(layer.columns, &first, &last);
+            two_bytes_columns<T>(layer, x, first, last);
         }
     });
 }

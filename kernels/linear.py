@@ -8,6 +8,7 @@ copy is kept. What is computed depends on weight, bias and quantization alone, n
     blocks   bf16 in the blocks of tiles.h; the C++ product, on AMX or AVX-512 BF16
     int8     [out, in] int8 and a scale per output; torch's int8 product
     int8 blocks  the same values in the blocks of tiles.h; the C++ product, on AMX or AVX-512 VNNI
+    two bytes  int8 blocks, whose inputs are held in two bytes each; the C++ product
     fp8      [out, in] e4m3 codes and their scales (fp8.py)
 """
 
@@ -35,6 +36,11 @@ ROWS_HINT = 32
 
 # the features of linear.cpp; its argument struct in two parts, and that of the rounding alone
 INT8, BF16_BLOCKS = 1, 2
+_FUNCTIONS = {
+    "blocks": "tf_linear_bf16",
+    "int8 blocks": "tf_linear_int8",
+    "two bytes": "tf_linear_two_bytes",
+}
 _PACK_WEIGHT = struct.Struct("@4P2q").pack
 _PACK_CALL = struct.Struct("@2P4qP").pack
 _PACK_QUANTIZE = struct.Struct("@3P3q").pack
@@ -94,12 +100,15 @@ def pack_linear(
 
     quantization None keeps the weight's values and dtype; "int8" rounds each output's weights to
     int8 by its own scale, and `linear` rounds each token's activations likewise; "fp8" does the
-    same in FP8, "fp8_block" in blocks of 128 x 128 (activations: groups of 128). dtype: of inputs
-    and outputs, where quantization is "int8"; None = the weight's.
+    same in FP8, "fp8_block" in blocks of 128 x 128 (activations: groups of 128). "int8_weights"
+    rounds the weights alone, and a weight in 16 bits only, where the C++ kernels read half the
+    bytes for it; elsewhere it is kept as it is. dtype: of inputs and outputs, where quantization is
+    "int8"; None = the weight's.
     """
-    if quantization not in (None, *QUANTIZATIONS):
+    known = (*QUANTIZATIONS, "int8_weights")
+    if quantization not in (None, *known):
         raise ValueError(
-            f"quantization must be None or one of {', '.join(QUANTIZATIONS)}, got {quantization!r}"
+            f"quantization must be None or one of {', '.join(known)}, got {quantization!r}"
         )
     if quantization in ("fp8", "fp8_block"):
         form: fp8.Form = "rows" if quantization == "fp8" else "blocks"
@@ -116,6 +125,10 @@ def pack_linear(
             return PackedWeight(*shape, "int8", values, bias, scale)
         offset = 128 * values.sum(dim=1, dtype=torch.int32)
         return _in_blocks(*shape, "int8 blocks", to_blocks(values), bias, scale, offset)
+    if quantization == "int8_weights" and features & INT8 and weight.dtype.itemsize == 2:
+        values, scale = _quantize_weight(weight.contiguous(), library)
+        offset = 128 * values.sum(dim=1, dtype=torch.int32)
+        return _in_blocks(*shape, "two bytes", to_blocks(values), bias, scale, offset)
     if features & BF16_BLOCKS and weight.dtype == torch.bfloat16 and in_features % 32 == 0:
         return _in_blocks(*shape, "blocks", to_blocks(weight), bias)
     if _onednn_takes(weight) and not uses_triton(weight):
@@ -180,6 +193,14 @@ def int8_reference(x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None
     rounded, token_scale = quantize_rows(x)
     sums = torch._int_mm(rounded, values.t()) if x.shape[0] else x.new_zeros((0, len(values)))
     out = sums.float() * (scale * token_scale[:, None])
+    return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+def two_bytes_reference(
+    x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """The specification of int8_weights, up to what two bytes lose of an input."""
+    out = x.float() @ values.float().t() * scale
     return (out if bias is None else out + bias.float()).to(x.dtype)
 
 
@@ -259,7 +280,7 @@ def _on_blocks(x: Tensor | Int8Rows, packed: PackedWeight) -> Tensor:
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     out = new_result((x.shape[0], packed.out_features), x.dtype)
-    function = library.tf_linear_bf16 if packed.layout == "blocks" else library.tf_linear_int8
+    function = getattr(library, _FUNCTIONS[packed.layout])
     function(
         packed.packed
         + _PACK_CALL(

@@ -44,8 +44,9 @@ def load_decoder(
 ) -> Decoder:
     """The decoder of the checkpoint in directory `path`, its weights converted to `dtype`.
 
-    quantization: of the layers' projections, as pack_linear takes it; embeddings, output head,
-    routers and norms stay in `dtype`. A checkpoint in FP8 keeps the form it has. kv_dtype: what
+    quantization: of the layers' projections, as pack_linear takes it; embeddings,
+    routers and norms stay in `dtype`, and the output head does unless its weights are rounded too
+    (in int8). A checkpoint in FP8 keeps the form it has. kv_dtype: what
     keys and values are cached in, FP8 over the checkpoint's scales or 1; None = `dtype`.
     sample: tokens of a text, by which layers in int8 are smoothed (smoothing.py); none = they are
     not.
@@ -131,13 +132,15 @@ class Loader:
     def head(self, embedding: Tensor) -> PackedWeight:
         """Tied to the embedding, unless the checkpoint brings a head of its own that differs."""
         spec = self.spec
+        # half the bytes for each decode step; its inputs stay wide, so it loses next to nothing
+        quantization = "int8_weights" if self.quantization == "int8" else None
         if spec.tie_embeddings and _HEAD not in self.checkpoint:
-            return pack_linear(embedding)
+            return pack_linear(embedding, quantization=quantization)
         if self.checkpoint.dtype_of(_HEAD) == STORED:
             return self._linear("", ["lm_head"], [spec.vocab_size], spec.hidden_size, bias=False)
         head = self._tensor(_HEAD, spec.vocab_size, spec.hidden_size)
         same = spec.tie_embeddings and not head.is_meta and torch.equal(head, embedding)
-        return pack_linear(embedding if same else head)
+        return pack_linear(embedding if same else head, quantization=quantization)
 
     def layer(self, index: int, cos_sin: Tensor) -> Layer:
         """One layer, over the rotary table that it shares with others."""

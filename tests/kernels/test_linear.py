@@ -9,6 +9,7 @@ import torch
 from tokenfleet.kernels import backend as backend_module
 from tokenfleet.kernels import linear as ops
 from tokenfleet.kernels.activation import silu_mul
+from tokenfleet.kernels.backend import DTYPE_CODES
 from tokenfleet.kernels.gated import gated_linear
 from tokenfleet.kernels.linear import linear, pack_linear
 
@@ -127,6 +128,35 @@ def test_both_instruction_sets_give_what_torch_gives(quantization, rows, path):
         np.testing.assert_allclose(out.double(), x.double() @ weight.double().t(), **close)
 
 
+@pytest.mark.parametrize("path", [0, 1], ids=["fastest", "lanes"])
+@pytest.mark.parametrize("rows", [1, 16, 37])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_where_only_weights_are_rounded_inputs_lose_next_to_nothing(dtype, rows, path):
+    x, weight = draw((rows, 200), dtype, 1), draw((83, 200), dtype, 2)
+    x[:, 3] *= 30.0
+    x[rows // 2] = 0.0
+    bias = draw((83,), dtype, 3)
+    with backend_module.using("cpp"):
+        packed = pack_linear(weight, bias, quantization="int8_weights")
+        if not packed.packed:
+            pytest.skip("this CPU has no AVX-512 VNNI")
+        out = torch.full((rows, 83), torch.nan, dtype=dtype)
+        code = DTYPE_CODES[dtype]
+        call = struct.pack("@2P4qP", x.data_ptr(), out.data_ptr(), 200, rows, code, path, 0)
+        backend_module.backend.library.tf_linear_two_bytes(packed.packed + call)
+        assert path or torch.equal(linear(x, packed), out)
+    values, scale = ops.quantize_rows(weight)
+    wide = ops.two_bytes_reference(x.float(), values, scale, bias.float())
+    lost = 2.0**-16 * x.abs().amax(1, keepdim=True).float() * values.float().abs().sum(1) * scale
+    one_rounding = torch.finfo(dtype).eps * 0.505 * wide.abs()
+    assert ((out.float() - wide).abs() <= one_rounding + lost + 1e-6).all()
+
+
+def test_weights_of_32_bits_are_kept_where_only_weights_may_be_rounded():
+    weight = draw((48, 64), torch.float32, 2)
+    assert pack_linear(weight, quantization="int8_weights").scale is None
+
+
 @DTYPES
 @pytest.mark.parametrize("shape", [(1, 1), (63, 123), (5, 576), (3, 95), (2, 160)])
 def test_weights_are_rounded_alike_by_every_backend(shape, dtype):
@@ -144,7 +174,7 @@ def test_weights_are_rounded_alike_by_every_backend(shape, dtype):
 
 
 @pytest.mark.parametrize("outputs", [600, 41])
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int8_weights"])
 def test_a_row_gives_the_same_bits_alone_and_in_any_batch(quantization, outputs):
     x, bias = draw((370, 1536), torch.bfloat16, 1), draw((outputs,), torch.bfloat16, 3)
     with backend_module.using("cpp"):
