@@ -62,7 +62,7 @@ EXPORT void tf_paged_attention(const AttentionArguments* arguments) {
     partials.resize(plan.partials * p.group() * partial_size(p));
     float* memory = partials.data();
     const int64_t items = plan.items.size(), merges = plan.decodes.size() * q_heads;
-#pragma omp parallel if (plan.work > SERIAL_ELEMENTS * 4)
+#pragma omp parallel if (plan.work > SERIAL_ELEMENTS)
     {
         bool configured = false;
 #pragma omp for schedule(dynamic)

@@ -222,6 +222,6 @@ template <typename F> INLINE void with_kv_dtype(int64_t dtype, F f) {
 }
 
 // Below this many elements a second thread costs more than it brings.
-constexpr int64_t SERIAL_ELEMENTS = 16384;
+constexpr int64_t SERIAL_ELEMENTS = 65536;
 
 }  // namespace tf
