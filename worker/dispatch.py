@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Protocol
 
 import structlog
 
-from tokenfleet.engine.request import EngineRequest
 from tokenfleet.producer.protocol import EventError, JobResult
 from tokenfleet.worker.broker import Broker
 from tokenfleet.worker.engine_link.engine_process import Batch, StepEvent
 from tokenfleet.worker.handback import HandBack
 from tokenfleet.worker.jobs import Ending, Job, Stage
+from tokenfleet.worker.launcher import Launcher
 from tokenfleet.worker.observing.telemetry import Telemetry
 from tokenfleet.worker.prepare import BadJob, Preparer, is_short
 from tokenfleet.worker.publisher import Publisher
@@ -28,17 +27,7 @@ from tokenfleet.worker.roster import Roster
 _HELD = (Stage.CLAIMED, Stage.READY, Stage.RUNNING)
 """Stages of a job that this worker works on."""
 
-HOLD_S = 0.01
-"""Longest wait of a ready job for those that are being claimed behind it."""
-
 log = structlog.get_logger()
-
-
-class Engine(Protocol):
-    """What is needed of an engine process (engine_link/engine_process.py: EngineHandle)."""
-
-    def add(self, request: EngineRequest) -> None: ...
-    def abort(self, id: str, choice: int | None = None) -> None: ...
 
 
 class Dispatcher:
@@ -68,18 +57,11 @@ class Dispatcher:
         self._preparer = preparer
         self._telemetry = telemetry
         self._lease_s = lease_s
-        self._step_tokens = step_tokens
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
-        self._launching: asyncio.Handle | None = None
-        self._others_follow = False
-        """Whether more jobs are being claimed at this moment."""
         self._publisher: Publisher
         self._hand_back: HandBack
-        self.engine: Engine | None = None
-        """The engine that runs now; None while there is none."""
-        self.working_since: float | None = None
-        """Since when the engine has had work without a pause; None when it has none."""
+        self.launcher = Launcher(roster, step_tokens=step_tokens, clock=clock)
 
     def connect(self, publisher: Publisher) -> None:
         """Who publishes for this dispatcher, and reports to it; to be called once, first."""
@@ -95,14 +77,14 @@ class Dispatcher:
             asked_at: monotonic time before the claim: the lease is counted from it.
             more: another claim follows at once, and may bring more.
         """
-        self._others_follow = more
+        self.launcher.others_follow = more
         for one in claimed:
             job = self._own(one, asked_at)
             if is_short(one):
                 self._prepare_here(job)
             else:
                 self._spawn(self._prepare(job))
-        self._launch_soon()
+        self.launcher.soon()
 
     def _own(self, one: ClaimedJob, asked_at: float) -> Job:
         if older := self._roster.get(one.id):
@@ -132,7 +114,7 @@ class Dispatcher:
             self._not_prepared(job, error)
         else:
             self._prepared(job)
-            self._launch_soon()
+            self.launcher.soon()
 
     def _not_prepared(self, job: Job, error: Exception) -> None:
         if isinstance(error, BadJob):
@@ -145,39 +127,6 @@ class Dispatcher:
             self._publish(job)
         elif job.stage is Stage.READY:
             self._arm_deadline(job)
-
-    def _launch_soon(self) -> None:
-        """Launch what this turn of the loop makes ready: jobs that the engine gets together, it
-        begins in one step. What does not fill one waits a moment for jobs that follow."""
-        loop = asyncio.get_running_loop()
-        if self._others_follow and self._tokens_ready() < self._step_tokens:
-            if self._launching is None:
-                self._launching = loop.call_later(HOLD_S, self.launch)
-            return
-        if self._launching is not None:
-            self._launching.cancel()
-        self._launching = loop.call_soon(self.launch)
-
-    def _tokens_ready(self) -> int:
-        ready = (job for job in self._roster if job.stage is Stage.READY)
-        return sum(len(job.request.prompt_token_ids) for job in ready)
-
-    def launch(self) -> None:
-        """Give the engine every job that is ready; of those that may kill it, one at a time."""
-        if self._launching is not None:
-            self._launching.cancel()
-            self._launching = None
-        if self.engine is None:
-            return
-        suspects = any(j.suspect and j.stage is Stage.RUNNING for j in self._roster)
-        for job in self._roster:
-            if job.stage is not Stage.READY or (job.suspect and suspects):
-                continue
-            suspects = suspects or job.suspect
-            if self.working_since is None:
-                self.working_since = self._clock()
-            job.move(Stage.RUNNING)
-            self.engine.add(job.request)
 
     # the engine speaks
 
@@ -196,10 +145,9 @@ class Dispatcher:
             if job := self._roster.by_engine_id(engine_id):
                 self._telemetry.preempted(job.origin)
         if freed:
-            self.launch()
+            self.launcher.now()
             self._roster.touch()
-        busy = any(job.stage is Stage.RUNNING for job in self._roster)
-        self.working_since = self._clock() if busy else None
+        self.launcher.heard()
 
     def _has_begun(self, event: StepEvent) -> bool:
         """False sorts first: first tokens are logged, announced and read before the others, of
@@ -218,8 +166,8 @@ class Dispatcher:
         except Exception as error:  # noqa: BLE001 - the same
             self._fail_of_ours(job, error)
             return True
-        if stopped and self.engine is not None:
-            self.engine.abort(job.engine_id, event.choice)
+        if stopped:
+            self.launcher.abort_choice(job, event.choice)
         first = first and job.first_token_at is not None
         if first:
             self._telemetry.first_token(job.origin)
@@ -272,7 +220,7 @@ class Dispatcher:
     def lost(self, job: Job, reason: str) -> None:
         """The job is another's, or may be: stop it and say nothing more in its name."""
         log.warning("job_lost", job_id=job.id, attempt=job.claimed.attempt, reason=reason)
-        self._abort(job)
+        self.launcher.abort(job)
         self.leave(job, "lost")
 
     async def hand_back(self, jobs: Sequence[Job], why: str, *, engine_died: bool = False) -> None:
@@ -344,10 +292,10 @@ class Dispatcher:
     def _end(self, job: Job, ending: Ending) -> None:
         if job.stage in (Stage.ENDED, Stage.GONE):
             return
-        self._abort(job)
+        self.launcher.abort(job)
         job.end(ending)
         self._publish(job)
-        self.launch()
+        self.launcher.now()
         self._roster.touch()
 
     def leave(self, job: Job, state: str, result: JobResult | None = None) -> None:
@@ -366,13 +314,9 @@ class Dispatcher:
 
     def _take_away(self, job: Job) -> None:
         """Stop a job that has not ended, and hear nothing more of it."""
-        self._abort(job)
+        self.launcher.abort(job)
         if job.stage is not Stage.LEAVING:
             job.move(Stage.LEAVING)
-
-    def _abort(self, job: Job) -> None:
-        if self.engine is not None and job.stage is Stage.RUNNING:
-            self.engine.abort(job.engine_id)
 
     def _arm_deadline(self, job: Job) -> None:
         if job.deadline_at is not None:

@@ -71,7 +71,7 @@ class Intake:
     async def run(self) -> None:
         """Claim until drained."""
         while not self.draining:
-            if self._dispatcher.engine is None:
+            if self._dispatcher.launcher.engine is None:
                 await self._roster.change()
                 continue
             if way := self._seats.to_make_way(self._roster):
@@ -98,7 +98,7 @@ class Intake:
 
     def _nothing_else_to_do(self) -> bool:
         """Whether only the bell can bring work: the queues were empty, and there is room still."""
-        waits = not self.draining and self._dispatcher.engine is not None
+        waits = not self.draining and self._dispatcher.launcher.engine is not None
         return waits and self._roster.room() > 0 and not self._seats.to_make_way(self._roster)
 
     async def _claim(self, room: int) -> bool:

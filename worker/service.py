@@ -311,7 +311,7 @@ class WorkerService:
         return Signs(
             draining=self._stop.is_set(),
             engine_ready=self._host.ready,
-            working_since=self._dispatcher.working_since,
+            working_since=self._dispatcher.launcher.working_since,
             last_heard=self._host.last_heard,
             reachable=self._broker.reachable,
             last_script=self._presence.last_written,

@@ -56,7 +56,7 @@ class LongQueue(EmptyQueue):
 class Counting:
     """A dispatcher that owns what it is given."""
 
-    engine = object()
+    launcher = SimpleNamespace(engine=object())
 
     def __init__(self, roster: Roster) -> None:
         self.roster = roster
@@ -70,7 +70,7 @@ class Counting:
 class Nobody:
     """A dispatcher with an engine and no jobs."""
 
-    engine = object()
+    launcher = SimpleNamespace(engine=object())
 
     def take(self, claimed: list[ClaimedJob], asked_at: float, *, more: bool) -> None:
         assert claimed == []
@@ -113,11 +113,12 @@ async def test_jobs_that_begin_and_end_bring_no_claim_while_the_bell_is_silent()
 async def test_an_engine_that_comes_back_is_given_work_without_a_bell() -> None:
     worker = Claiming()
     await worker.settle()
-    worker.dispatcher.engine, engine = None, worker.dispatcher.engine
+    launcher = worker.dispatcher.launcher
+    launcher.engine, engine = None, launcher.engine
     worker.roster.touch()
     await worker.settle()
     assert worker.queue.claims == 1
-    worker.dispatcher.engine = engine
+    launcher.engine = engine
     worker.roster.touch()
     await worker.settle()
     assert worker.queue.claims == 2

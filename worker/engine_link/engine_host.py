@@ -70,7 +70,7 @@ class EngineHost:
     @property
     def ready(self) -> bool:
         """Whether an engine is there that takes jobs."""
-        return self._dispatcher.engine is not None
+        return self._dispatcher.launcher.engine is not None
 
     @property
     def last_heard(self) -> float | None:
@@ -107,7 +107,7 @@ class EngineHost:
     async def stop(self) -> None:
         """End the engine; `run` returns."""
         self._stopping = True
-        self._dispatcher.engine = None
+        self._dispatcher.launcher.died()
         if self._handle is not None:
             await self._handle.stop()
 
@@ -126,9 +126,9 @@ class EngineHost:
                     "raise engine_start_timeout_s"
                 )
             return str(error)
-        self._dispatcher.engine = handle
+        self._dispatcher.launcher.engine = handle
         self._on_ready(info)
-        self._dispatcher.launch()
+        self._dispatcher.launcher.now()
         self._roster.touch()
         watch = asyncio.create_task(self._watch(handle))
         try:
@@ -136,8 +136,7 @@ class EngineHost:
                 self._dispatcher.heard(batch)
         finally:
             watch.cancel()
-            self._dispatcher.engine = None
-            self._dispatcher.working_since = None
+            self._dispatcher.launcher.died()
         self._deaths = 1 if handle.stepped else self._deaths + 1
         return await handle.cause_of_death()
 
@@ -156,7 +155,7 @@ class EngineHost:
             looked = self._clock()
             await asyncio.sleep(tick_s)
             waits, waited = waits_of(handle.pid), waits
-            since = self._dispatcher.working_since
+            since = self._dispatcher.launcher.working_since
             if since is None:
                 continue
             heard, before = max(since, handle.last_heard), heard

@@ -13,7 +13,7 @@ from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import BrokerUnavailable
 from tokenfleet.producer.protocol import JobRequest
 from tokenfleet.producer.submission import Submission
-from tokenfleet.worker import dispatch
+from tokenfleet.worker import launcher
 from tokenfleet.worker.queue import JobQueue
 from tokenfleet.worker.taker import CLAIM
 
@@ -58,7 +58,7 @@ async def test_jobs_that_fill_no_step_are_begun_with_those_fetched_behind_them(
     fleet, until, monkeypatch, tokens, owned
 ) -> None:
     """And the engine waits for nobody once it has a step full of work."""
-    monkeypatch.setattr(dispatch, "HOLD_S", 60.0)
+    monkeypatch.setattr(launcher, "HOLD_S", 60.0)
     seen: list[int] = []
 
     class Watched(fleet.engine_kind):
@@ -234,7 +234,7 @@ async def test_leases_are_renewed_while_the_engine_is_in_a_long_step(
     job = await fleet.submit()
     await until(lambda: fleet.has(job))
     fleet.engine.last_heard -= 100  # more than three leases without a word from the engine
-    worker._dispatcher.working_since -= 100
+    worker._dispatcher.launcher.working_since -= 100
     for _ in range(3):
         await fleet.age_leases(15_000)
         await until(lambda: _renewed(fleet, 15_000))
