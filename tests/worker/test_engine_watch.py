@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,16 +58,18 @@ class Watched:
 async def watched(passes: Callable[[], list[float]]) -> AsyncIterator[Watched]:
     engine: Any = Watched()
     engine.passes(*passes())
-    dispatcher: Any = SimpleNamespace(working_since=BEGAN)
+    dispatcher: Any = SimpleNamespace(launcher=SimpleNamespace(working_since=BEGAN))
     nobody: Any = None
     host = EngineHost(
         nobody, dispatcher, nobody, nobody, step_limit_s=LIMIT_S, start_limit_s=1.0,
         on_ready=nobody, clock=engine.clock,
     )  # fmt: skip
     watching = asyncio.create_task(host._watch(engine))
+    watching.add_done_callback(lambda _: engine.killed.set())  # nobody waits for a broken watch
     yield engine
     watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
+    with suppress(asyncio.CancelledError):
+        await watching
 
 
 async def test_an_engine_that_is_silent_for_the_limit_is_killed():
