@@ -211,7 +211,7 @@ def test_rows_in_int8_are_refused_by_any_other_weight():
 
 
 def test_unknown_quantization_is_refused_by_name():
-    with pytest.raises(ValueError, match="fp8_block, got 'int4'"):
+    with pytest.raises(ValueError, match="int8_weights, got 'int4'"):
         pack_linear(torch.zeros(4, 4), quantization="int4")
 
 
