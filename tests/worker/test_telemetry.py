@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -17,7 +16,6 @@ from opentelemetry.trace import SpanKind, StatusCode
 from prometheus_client.parser import text_string_to_metric_families
 
 from tokenfleet.engine.stats import StepStats
-from tokenfleet.producer import semconv, tracing
 from tokenfleet.producer.keys import new_job_id
 from tokenfleet.producer.protocol import Choice, JobRequest, JobResult, SamplingParams, Usage
 from tokenfleet.worker.observing.exporters import ExportConfig, Exporters
@@ -353,55 +351,3 @@ def test_spans_reach_the_trace_file_one_object_a_line(tmp_path: Path) -> None:
     assert chat["instance"] == "w1"
     assert chat["duration_s"] >= 0
     telemetry.shutdown(1.0)
-
-
-def test_the_send_span_reaches_the_job_of_a_producer_with_an_sdk() -> None:
-    exporters = Exporters(ExportConfig(service="backend"))
-    tracer = exporters.tracer_provider.get_tracer("backend")
-    with tracer.start_as_current_span("handle request") as outer:
-        with tracing.sending("smollm2", "default", job_id="j") as alone:
-            pass
-        with tracing.sending("smollm2", "default", batch=3) as batch:
-            pass
-    expected = outer.get_span_context().trace_id
-    for carrier in (alone, batch):
-        assert tracing.trace_id_of(carrier["traceparent"]) == f"{expected:032x}"
-    context, links = tracing.received(alone["traceparent"], alone.get("tracestate"))
-    assert trace.get_current_span(context).get_span_context().trace_id == expected
-    assert not links
-    context, links = tracing.received(batch["traceparent"], batch["tracestate"])
-    assert not trace.get_current_span(context).get_span_context().is_valid
-    assert [link.context.trace_id for link in links] == [expected]
-    exporters.shutdown(1.0)
-
-
-def test_without_a_trace_nothing_is_added_to_a_job() -> None:
-    with tracing.sending("smollm2", "default", job_id="j") as carrier:
-        assert carrier == {}
-
-
-def test_names_are_spelled_as_the_conventions_spell_them() -> None:
-    from opentelemetry.semconv._incubating.attributes import (
-        gen_ai_attributes,
-        messaging_attributes,
-    )
-    from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
-    from opentelemetry.semconv.attributes import error_attributes, service_attributes
-
-    known: set[str] = set()
-    for module in (
-        gen_ai_attributes,
-        messaging_attributes,
-        gen_ai_metrics,
-        error_attributes,
-        service_attributes,
-    ):
-        known |= {value for value in vars(module).values() if isinstance(value, str)}
-    prefixes = ("gen_ai.", "messaging.", "error.", "service.")
-    ours = {
-        value
-        for value in vars(semconv).values()
-        if isinstance(value, str) and value.startswith(prefixes)
-    }
-    assert len(ours) > 25
-    assert ours <= known
