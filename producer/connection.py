@@ -274,42 +274,50 @@ class Connection:
                 async with self._turns_at(server).turn(patience_s or self._timeout_s):
                     give_up = give_up or time.monotonic() + patience_s
                     return await once()
-            except _REFUSALS as error:
-                raise BrokerUnsupported(f"Redis refuses: {error}") from error
-            except OutOfMemoryError as error:
-                raise BrokerUnavailable(f"Redis is out of memory: {error}") from error
-            except _PASSING as error:
-                self._check_open()
-                if "CERTIFICATE_VERIFY_FAILED" in str(error):
-                    raise BrokerUnsupported(
-                        f"{self.describe()} shows a certificate that is not trusted ({error}); "
-                        "give the CA's file: ?ssl_ca_certs=/path/to/ca.pem"
-                    ) from error
+            except (RedisError, RedisClusterException, OSError) as error:
+                self._check_passing(error)
                 if isinstance(error, ReadOnlyError):
                     await self._look_again()
                 pause = _PAUSES_S[min(tries, len(_PAUSES_S) - 1)]
                 tries += 1
                 if give_up is None or time.monotonic() + pause >= give_up:
-                    raise BrokerUnavailable(
-                        f"{self.describe()} was not reached within {patience_s:g} s "
-                        f"({error or type(error).__name__}); {self._doubt()}"
-                    ) from error
+                    raise self._unavailable(error, patience_s) from error
                 await asyncio.sleep(pause)
-            except InvalidResponse as error:
-                problem = f"what answers is no Redis ({self.describe()}: {error}); {self._doubt()}"
-                raise BrokerUnsupported(problem) from error
-            except ResponseError as error:  # the ones above are such too, and come first
-                if any(words in str(error) for words in _UNUSABLE):
-                    problem = f"{self.describe()} cannot be used: {error}; is the address right?"
-                    raise BrokerUnsupported(problem) from error
-                if str(error).startswith(SERVER_WIDE):
-                    problem = f"{self.describe()} refuses for now: {error}"
-                    raise BrokerUnavailable(problem) from error
-                if not any(words in str(error) for words in _DENIED):
-                    raise
+
+    def _check_passing(self, error: Exception) -> None:
+        """Return where the same call may succeed a moment later; else raise what it means."""
+        if isinstance(error, _REFUSALS):
+            raise BrokerUnsupported(f"Redis refuses: {error}") from error
+        if isinstance(error, OutOfMemoryError):
+            raise BrokerUnavailable(f"Redis is out of memory: {error}") from error
+        if isinstance(error, _PASSING):
+            self._check_open()
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 raise BrokerUnsupported(
-                    f"Redis refuses a script: {error}; `tokenfleet acl` prints the rights it needs"
+                    f"{self.describe()} shows a certificate that is not trusted ({error}); "
+                    "give the CA's file: ?ssl_ca_certs=/path/to/ca.pem"
                 ) from error
+            return
+        if isinstance(error, InvalidResponse):
+            problem = f"what answers is no Redis ({self.describe()}: {error}); {self._doubt()}"
+            raise BrokerUnsupported(problem) from error
+        if any(words in str(error) for words in _UNUSABLE):
+            problem = f"{self.describe()} cannot be used: {error}; is the address right?"
+            raise BrokerUnsupported(problem) from error
+        if any(words in str(error) for words in _DENIED):
+            raise BrokerUnsupported(
+                f"Redis refuses a script: {error}; `tokenfleet acl` prints the rights it needs"
+            ) from error
+        if not str(error).startswith(SERVER_WIDE):
+            raise error
+
+    def _unavailable(self, error: Exception, patience_s: float) -> BrokerUnavailable:
+        if str(error).startswith(SERVER_WIDE):
+            return BrokerUnavailable(f"{self.describe()} refuses for now: {error}")
+        return BrokerUnavailable(
+            f"{self.describe()} was not reached within {patience_s:g} s "
+            f"({error or type(error).__name__}); {self._doubt()}"
+        )
 
     def _check_open(self) -> None:
         """What was under way as we were closed, or comes later, opens nothing again."""

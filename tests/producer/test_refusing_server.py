@@ -16,7 +16,7 @@ from tokenfleet.producer.errors import BrokerUnavailable, BrokerUnsupported
     [("min-replicas-to-write", 1, "NOREPLICAS"), ("maxmemory", 1, "out of memory")],
 )
 async def test_a_server_that_takes_no_writes_is_unavailable(bare_lab, setting, value, said):
-    client = bare_lab.client()
+    client = bare_lab.client(connect_timeout_s=0.5)
     job = await client.submit(model="m", prompt="x")
     await bare_lab.raw.config_set(setting, value)
     with pytest.raises(BrokerUnavailable, match=said) as found:
@@ -24,6 +24,20 @@ async def test_a_server_that_takes_no_writes_is_unavailable(bare_lab, setting, v
     assert found.value.retryable
     await bare_lab.raw.config_set(setting, 0)
     assert await job.cancel() == "cancelled"
+
+
+async def test_a_server_that_takes_no_writes_for_a_moment_is_waited_for(bare_lab, until):
+    """As one that is away is: for connect_timeout_s."""
+    client = bare_lab.client(connect_timeout_s=240.0)
+    await bare_lab.raw.config_set("min-replicas-to-write", 1)
+    submitting = asyncio.ensure_future(client.submit(model="m", prompt="x"))
+
+    async def refused() -> bool:
+        return "errorstat_NOREPLICAS" in await bare_lab.raw.info("errorstats")
+
+    await until(refused)
+    await bare_lab.raw.config_set("min-replicas-to-write", 0)
+    assert (await (await submitting).status()).state == "waiting"
 
 
 @pytest.mark.parametrize(
