@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from typing import Any
 
 from tokenfleet.engine.constraints import COMPILE_LIMIT_S, Constraint, ConstraintCompiler
 from tokenfleet.engine.errors import InvalidRequest
@@ -60,12 +61,13 @@ class Compiling:
         """Begin to compile.
 
         Raises:
-            InvalidRequest: `unsupported`: this engine was started without a compiler.
+            InvalidRequest: `unsupported`: this engine was started without a compiler;
+                `unsupported_grammar`: it is nothing that JSON can hold.
         """
         wanted = request.params.structured_outputs
         if self._compiler is None or wanted is None:
             raise InvalidRequest("unsupported", "this engine was started without structured output")
-        pending = _Pending(request, json.dumps(wanted, default=str), time.monotonic())
+        pending = _Pending(request, _key(wanted), time.monotonic())
         known = self._known.get(pending.key)
         if known is not None:
             pending.result.set_result(known)
@@ -78,7 +80,8 @@ class Compiling:
         pending = self._pending.pop(request_id, None)
         if pending is None:
             return None
-        pending.result.cancel()
+        if not pending.result.cancel() and not pending.result.done():
+            self._leave_thread_behind()
         return pending.request
 
     def ready(
@@ -136,6 +139,20 @@ class Compiling:
         self._known.move_to_end(key)
         if len(self._known) > _KEPT:
             self._known.popitem(last=False)
+
+
+def _key(wanted: Mapping[str, Any]) -> str:
+    """Equal for equal grammars.
+
+    Raises:
+        InvalidRequest: `unsupported_grammar`: it contains itself, say.
+    """
+    try:
+        return json.dumps(wanted, default=str)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(
+            "unsupported_grammar", f"structured_outputs is no JSON: {error}"
+        ) from error
 
 
 def _too_late(pending: _Pending, now: float) -> bool:

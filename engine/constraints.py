@@ -51,7 +51,7 @@ class Constraint:
         """Advance over an output token; what is wrong when the grammar does not allow it."""
         if self._matcher.consume_token(token):
             return None
-        return str(self._matcher.get_error()) or f"the grammar does not allow token {token} here"
+        return _said(self._matcher) or f"the grammar does not allow token {token} here"
 
     def copy(self) -> Constraint:
         """An independent constraint at the same place."""
@@ -80,7 +80,7 @@ class ConstraintCompiler:
         Raises:
             InvalidRequest: `unsupported_grammar`, with what llguidance says of it.
         """
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
         grammar = _grammar(wanted)
         if len(grammar) > MAX_GRAMMAR_BYTES:
@@ -88,16 +88,15 @@ class ConstraintCompiler:
                 "unsupported_grammar",
                 f"the grammar has {len(grammar)} bytes; at most {MAX_GRAMMAR_BYTES} are taken",
             )
-        reason = LLMatcher.validate_grammar(grammar, self._tokenizer)
-        if not reason:
-            matcher = LLMatcher(self._tokenizer, grammar)
+        limits = LLParserLimits(verbose_errors=False)  # else the parser's state is part of them
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
             matcher.compute_bitmask()  # a grammar too wide for the parser shows here, not in a step
-            if not matcher.is_error():
-                return Constraint(matcher, self.vocab_size)
-            reason = matcher.get_error()
-        raise InvalidRequest(
-            "unsupported_grammar", f"structured_outputs cannot be compiled: {reason}"
-        )
+        if matcher.is_error():
+            raise InvalidRequest(
+                "unsupported_grammar", f"structured_outputs cannot be compiled: {_said(matcher)}"
+            )
+        return Constraint(matcher, self.vocab_size)
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -148,6 +147,12 @@ def _grammar(wanted: Mapping[str, Any]) -> str:
         raise InvalidRequest(
             "unsupported_grammar", f"structured_outputs[{kind!r}] is not understood: {error}"
         ) from error
+
+
+def _said(matcher: Any) -> str:
+    """What a matcher in error has to say."""
+    reason = str(matcher.get_error()).removesuffix("\n<non-verbose/>")
+    return "it allows no text at all" if reason == "NoExtensionBias" else reason
 
 
 def _choice(options: Any) -> str:

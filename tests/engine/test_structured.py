@@ -97,12 +97,14 @@ def test_a_preempted_output_goes_on_in_its_grammar(tiny_random):
         ("choice", [], "at least one"),
         ("choice", [1], "string"),
         ("json", {"const": "x" * 200_000}, "bytes"),
+        ("regex", r"[^\s\S]", "no text at all"),
     ],
 )
 def test_a_grammar_that_is_not_supported_ends_its_request_alone(engine, kind, value, message):
     bad, good = engine.generate([[1], [5, 6, 7]], [structured(kind, value), FREE])
     assert bad.finish_reason == "error"
     assert message in bad.error
+    assert "<" not in bad.error  # what the parser dumps of itself
     assert len(good.token_ids) == 16
     engine.audit()
 
@@ -119,6 +121,42 @@ def test_a_request_can_be_aborted_while_its_grammar_compiles(engine, monkeypatch
     events = engine.step()
     gate.set()
     assert [(e.id, e.finish_reason) for e in events] == [("slow", "cancelled")]
+
+
+def test_a_slow_grammar_that_is_aborted_holds_nobody_up(engine, monkeypatch):
+    import threading
+
+    begun, gate, real = threading.Event(), threading.Event(), ConstraintCompiler.compile
+
+    def compile_(self, wanted):
+        if wanted == {"regex": "slow"}:
+            begun.set()
+            gate.wait(60)
+        return real(self, wanted)
+
+    monkeypatch.setattr(ConstraintCompiler, "compile", compile_)
+    engine.add("slow", [1], structured("regex", "slow"))
+    engine.add("behind", [1], structured("regex", "ab"))
+    begun.wait(60)
+    engine.abort("slow")
+    reasons = {}
+    while engine.has_work:
+        reasons |= {event.id: event.finish_reason for event in engine.step()}
+    still_slow = not gate.is_set()
+    gate.set()
+    assert still_slow
+    assert reasons == {"slow": "cancelled", "behind": "stop"}
+
+
+def test_what_is_no_json_is_refused(engine):
+    circle, deep = {}, {}
+    circle["properties"] = {"circle": circle}
+    for _ in range(50_000):
+        deep = {"properties": {"deep": deep}}
+    for schema in (circle, deep, {(1, 2): 3}):
+        with pytest.raises(InvalidRequest, match="no JSON"):
+            engine.add("x", [1], structured("json", schema))
+    assert not engine.has_work
 
 
 def test_min_tokens_and_a_grammar_are_refused_together(engine):
