@@ -22,12 +22,11 @@ from tokenfleet.engine.execution.buckets import Bucket
 from tokenfleet.engine.execution.capture import Capture, Work
 from tokenfleet.engine.execution.columns import Columns
 from tokenfleet.engine.execution.param_table import ParamTable
-from tokenfleet.engine.execution.prompt_logprobs import wanted
 from tokenfleet.engine.execution.slots import SlotTable
 from tokenfleet.engine.execution.step_words import HostWords, StepWords
 from tokenfleet.engine.execution.transfers import Transfers
 from tokenfleet.engine.model.decoder import Decoder
-from tokenfleet.engine.scheduling.plan import Chunk, StepPlan
+from tokenfleet.engine.scheduling.plan import StepPlan
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool
 from tokenfleet.kernels.sampling import sample_unread
 from tokenfleet.kernels.step import look_up, settle
@@ -111,12 +110,11 @@ class StepGraphs:
         self._decodes = sorted((b for b in buckets if b.decode), key=lambda b: b.sequences)
         self._mixed = sorted((b for b in buckets if not b.decode), key=lambda b: b.tokens)
 
-    def pick(self, work: list[Chunk], columns: Columns) -> Bucket | None:
-        """The bucket for these chunks; None when they have to be launched."""
+    def pick(self, columns: Columns) -> Bucket | None:
+        """The bucket for these chunks; None when they are more than any has room for."""
         if columns.single:
-            return next((b for b in self._decodes if b.sequences >= len(work)), None)
-        if any(wanted(chunk) for chunk in work):  # needs the hidden states of a whole prompt
-            return None
+            count = len(columns.slots)
+            return next((b for b in self._decodes if b.sequences >= count), None)
         total = int(columns.counts.sum())
         return next((b for b in self._mixed if b.tokens >= total), None)
 

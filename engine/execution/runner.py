@@ -35,6 +35,7 @@ from tokenfleet.engine.execution.flight import (
 from tokenfleet.engine.execution.graphs import StepGraphs
 from tokenfleet.engine.execution.param_table import ParamTable
 from tokenfleet.engine.execution.placed_model import PlacedModel
+from tokenfleet.engine.execution.prompt_logprobs import wanted
 from tokenfleet.engine.execution.sampler import Sampler
 from tokenfleet.engine.execution.slots import SlotTable
 from tokenfleet.engine.execution.weights import NewWeights, WeightUpdate
@@ -156,10 +157,18 @@ class Runner:
     def _attempt(self, work: list[Chunk], timing: Timing) -> Part:
         columns = columns_of(work)
         graphs = self.model.graphs
-        bucket = graphs.pick(work, columns) if graphs is not None else None
-        if graphs is None or bucket is None:
+        if graphs is None or self._lists_prompt(work, columns):
+            return self._launched(work, columns, timing)
+        bucket = graphs.pick(columns)
+        if bucket is None:
             return self._launched(work, columns, timing)
         return self._replayed(work, columns, timing, graphs, bucket)
+
+    def _lists_prompt(self, work: list[Chunk], columns: Columns) -> bool:
+        """Whether a chunk, of whatever length, predicts prompt tokens that were asked about: that
+        takes the hidden state of each of its tokens, and graphs keep those of the last ones."""
+        rows = np.flatnonzero(self.params.lists_prompt[columns.slots])
+        return any(wanted(work[row]) for row in rows.tolist())
 
     def _launched(self, work: list[Chunk], columns: Columns, timing: Timing) -> Part:
         """Operation by operation."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tokenfleet.engine import EngineConfig, SamplingParams
+from tokenfleet.engine import EngineConfig, EngineRequest, SamplingParams
 from tokenfleet.engine.execution.buckets import decode_buckets, mixed_buckets
 from tokenfleet.engine.execution.capture import HostRead, RecordedCapture
 
@@ -98,6 +98,22 @@ def test_graphs_do_not_depend_on_budget_blocks_or_preemption(
     core = make_core(path, recorded, **changes)
     watch(core)
     assert play(core, PROMPTS, params) == play(make_core(path), PROMPTS, params)
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_prompt_tokens_are_listed_as_without_graphs_however_a_prompt_is_cut(
+    chunk, path, make_core, recorded
+):
+    params = SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=2)
+    found = []
+    for capture in (None, recorded):
+        core = make_core(path, capture, max_chunk_tokens=chunk)
+        core.add(EngineRequest("1", [3, 4, 5, 6, 7, 8], params))
+        core.add(EngineRequest("2", [9, 8, 7], GREEDY))
+        events = [event for _ in range(12) for event in core.step() if event.id == "1"]
+        found.append([(event.token_ids, event.prompt_logprobs) for event in events])
+    assert found[0] == found[1]
+    assert [listed is None for listed in found[1][0][1]] == [True] + [False] * 5
 
 
 def test_no_tensor_of_a_graph_is_rebound(path, make_core, play, recorded):
