@@ -123,17 +123,19 @@ class KeyOccupied(BrokerUnsupported):
 
 
 class StreamInterrupted(TokenfleetError):
-    """The stream was cut and could not be taken up again. `offset` is where to go on."""
+    """The stream was cut and could not be taken up again. `offset` is where to go on. It is no use
+    to try again where the log holds what only a newer version of this library can read."""
 
     retryable = True
 
-    def __init__(self, job_id: str, offset: int, reason: str) -> None:
+    def __init__(self, job_id: str, offset: int, reason: str, *, retryable: bool = True) -> None:
         super().__init__(
             f"stream of job {job_id} cut at offset {offset}: {reason}; "
             f"call stream(from_offset={offset}) to go on"
         )
         self.job_id = job_id
         self.offset = offset
+        self.retryable = retryable
 
 
 class ResultTimeout(TokenfleetError, TimeoutError):

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Final
 
-from redis.exceptions import RedisClusterException, RedisError
+from redis.exceptions import NoPermissionError, RedisClusterException, RedisError
 
 from tokenfleet.producer.connection import Connection
-from tokenfleet.producer.errors import BrokerUnavailable
+from tokenfleet.producer.errors import BrokerUnavailable, BrokerUnsupported
 from tokenfleet.producer.forks import keep_for_parent
 from tokenfleet.producer.patience import Patience
 
@@ -111,7 +111,8 @@ class Hub:
         keep_for_parent(self)
 
     async def subscribe(self, partition: int, channel: str) -> Subscription:
-        """Returns when the server has confirmed. Raises BrokerUnavailable."""
+        """Returns when the server has confirmed. Raises BrokerUnavailable, and BrokerUnsupported
+        where the server forbids the channel."""
         self.check_open()
         subscription = Subscription(partition, channel)
         try:
@@ -127,7 +128,7 @@ class Hub:
                 f"{self._connection.describe()} did not confirm a subscription within "
                 f"{self._connection.connect_timeout_s:g} s"
             ) from error
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, BrokerUnsupported):
             await self.unsubscribe(subscription)
             raise
         self.check_open()
@@ -196,6 +197,8 @@ class _Line:
         self._wanted = asyncio.Event()
         self._losses = 0
         """In a row, without a confirmation between them."""
+        self._forbidden: NoPermissionError | None = None
+        """Why the last connection could subscribe to nothing."""
         self._wire: Any = None
         self._task: asyncio.Task[None] | None = None
 
@@ -210,6 +213,11 @@ class _Line:
             confirmed = self._confirmed[channel] = asyncio.Event()
             await self._say(self._command, subscription.channel)
         await confirmed.wait()
+        if self._forbidden is not None:
+            raise BrokerUnsupported(
+                f"Redis refuses a channel: {self._forbidden}; "
+                "`tokenfleet acl` prints the rights it needs"
+            )
 
     async def take_over(
         self, channel: bytes, ears: set[Subscription], confirmed: asyncio.Event
@@ -262,8 +270,11 @@ class _Line:
         for ears in self._ears.values():
             for subscription in ears:
                 subscription.cut_off()
+        self._wake_all()  # whoever waits for a confirmation finds the hub closed
+
+    def _wake_all(self) -> None:
         for confirmed in self._confirmed.values():
-            confirmed.set()  # whoever waits for it finds the hub closed
+            confirmed.set()
 
     async def ended(self) -> None:
         """Return when they have ended."""
@@ -288,8 +299,11 @@ class _Line:
         while True:
             try:
                 await self._listen(self._make(await self._partition()))
-            except (RedisError, RedisClusterException, OSError):
+            except (RedisError, RedisClusterException, OSError) as error:
                 # the reason is not lost: whoever waits meets it on the command connection
+                if isinstance(error, NoPermissionError):  # but for this one
+                    self._forbidden = error
+                    self._wake_all()
                 await asyncio.sleep(_PAUSES_S[min(self._losses, len(_PAUSES_S) - 1)])
                 self._losses += 1
             except BrokerUnavailable:  # our connection was closed, and makes no more of them
@@ -347,7 +361,7 @@ class _Line:
             for subscription in self._ears.get(channel, ()):
                 subscription.push(body)
         elif kind == self._prefix + b"subscribe":
-            self._losses = 0
+            self._losses, self._forbidden = 0, None
             for subscription in self._ears.get(channel, ()):
                 subscription.mark()
             if channel in self._confirmed:

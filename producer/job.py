@@ -23,7 +23,7 @@ from tokenfleet.producer.errors import (
 )
 from tokenfleet.producer.keys import keys_of
 from tokenfleet.producer.protocol import Event, EventError, JobResult, JobStatus, State
-from tokenfleet.producer.stream import JobReader, as_int
+from tokenfleet.producer.stream import Absence, JobReader, as_int
 from tokenfleet.producer.submission import Submission
 
 NOT_SENT = (
@@ -153,17 +153,20 @@ class AsyncJob:
 
 async def _until_ended(reader: JobReader, job_id: str, seen: list[State]) -> None:
     """Return when the job has ended; its states go to `seen` meanwhile."""
+    absence = Absence(job_id, reader.silence_s)
+    absence.wait_s(seen[-1])
     ear = await reader.subscribe(job_id)
     try:
         while True:
-            look = await reader.look(job_id)
-            if look.state is None:
-                raise JobExpired(job_id)
-            seen[:] = [look.state]
-            if look.state.terminal:
-                return
-            message = await ear.get(reader.silence_s)
+            state = (await reader.look(job_id)).state
+            wait_s = absence.wait_s(state) or reader.silence_s
+            if state is not None:
+                seen[:] = [state]
+                if state.terminal:
+                    return
+            message = await ear.get(wait_s)
             while isinstance(message, bytes) and _is_token(message):
+                absence.ran = True
                 message = await ear.get(reader.silence_s)
     finally:
         await reader.hub.unsubscribe(ear)
@@ -171,7 +174,8 @@ async def _until_ended(reader: JobReader, job_id: str, seen: list[State]) -> Non
 
 def _is_token(message: bytes) -> bool:
     """An announced event with tokens: not the end."""
-    return message.split(b" ", 2)[1].endswith(b"-0")
+    parts = message.split(b" ", 2)
+    return len(parts) == 3 and parts[1].endswith(b"-0")
 
 
 def _error_of(fields: Mapping[str, str]) -> EventError | None:

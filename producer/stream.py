@@ -13,14 +13,21 @@ Invariant: the cursor is the log entry last looked at; no token is handed out tw
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenfleet.producer.checks import is_int
 from tokenfleet.producer.connection import Connection
-from tokenfleet.producer.errors import BrokerUnavailable, InvalidJob, JobExpired, StreamInterrupted
-from tokenfleet.producer.hub import Hub, Subscription
+from tokenfleet.producer.errors import (
+    BrokerUnavailable,
+    InvalidJob,
+    JobExpired,
+    StreamInterrupted,
+    UndecodableJob,
+)
+from tokenfleet.producer.hub import Hub, Reread, Subscription
 from tokenfleet.producer.keys import partition_of
 from tokenfleet.producer.protocol import Event, State
 from tokenfleet.producer.scripts import CANCEL, READ
@@ -119,8 +126,8 @@ class JobReader:
         """Every event from `from_offset` to the terminal one.
 
         Raises JobExpired when job or log are gone, StreamInterrupted when Redis is away for longer
-        than connect_timeout_s. Left before its end by the last subscriber, a job with
-        on_disconnect="cancel" is cancelled.
+        than connect_timeout_s, or the log holds what only a newer version can read. Left before
+        its end by the last subscriber, a job with on_disconnect="cancel" is cancelled.
         """
         if not is_int(from_offset) or not 0 <= from_offset < _MOST_TOKENS:
             raise InvalidJob("from_offset", from_offset, "must be a number of tokens, 0 or more")
@@ -131,8 +138,38 @@ class JobReader:
                 yield event
         except BrokerUnavailable as error:
             raise StreamInterrupted(job_id, run.offset, str(error)) from error
+        except UndecodableJob as error:
+            raise StreamInterrupted(job_id, run.offset, str(error), retryable=False) from error
         finally:
             await run.leave()
+
+
+class Absence:
+    """How long a job may be gone. Redis may have forgotten one that runs, and its worker gives it
+    back then; it is waited for so long, and no other is."""
+
+    def __init__(self, job_id: str, patience_s: float) -> None:
+        self._job_id = job_id
+        self._patience_s = patience_s
+        self._until: float | None = None
+        """By the loop's clock; None while the job is there."""
+        self.ran = False
+        """Whether it did when it was last heard of."""
+
+    def wait_s(self, state: State | None) -> float:
+        """How long to wait before the next look; 0 where the job is there.
+
+        Raises JobExpired when it has been gone for too long.
+        """
+        if state is not None:
+            self.ran, self._until = state is State.RUNNING, None
+            return 0.0
+        now = asyncio.get_running_loop().time()
+        if self._until is None:
+            self._until = now + (self._patience_s if self.ran else 0.0)
+        if now >= self._until:
+            raise JobExpired(self._job_id)
+        return self._until - now
 
 
 class _Run:
@@ -149,6 +186,7 @@ class _Run:
         self._passing: dict[int, list[int]] = {}
         """By choice: how many of them the log has yet to bring again."""
         self._attempt = 0
+        self._absence = Absence(job_id, reader.silence_s)
         self._ends_with_us = False
         self._ended = False
         self.offset = from_offset
@@ -161,18 +199,18 @@ class _Run:
             yield event
         while not self._ended:
             message = await self.ear.get(self._reader.silence_s)
-            if isinstance(message, bytes):
-                before, entry, payload = message.split(b" ", 2)
-                event = Event.unpack(payload)
-                if _entry_id(before) == self._cursor:
+            said = _announced(message) if isinstance(message, bytes) else None
+            if said is not None:
+                before, entry, event = said
+                if before == self._cursor:
                     if not self._is_doubtful(event):
-                        if (fresh := self._step(_entry_id(entry), event)) is not None:
+                        if (fresh := self._step(entry, event)) is not None:
                             yield fresh
                         continue
                     self._read_again()
-                elif _entry_id(entry) <= self._cursor:
+                elif entry <= self._cursor:
                     continue
-            elif message is not None and self._passing:
+            elif isinstance(message, Reread) and self._passing:
                 self._read_again()  # what was lost may have been lost once more
             at = self._cursor
             async for found in self._replay():
@@ -192,6 +230,7 @@ class _Run:
 
     async def _replay(self) -> AsyncIterator[Event]:
         """The log from the cursor to its end."""
+        assert self.ear is not None
         while not self._ended:
             look = await self._reader.look(self._job_id, self._cursor, count=_PAGE, watch=True)
             self._ends_with_us = look.fields.get("on_disconnect") == "cancel"
@@ -203,6 +242,9 @@ class _Run:
                 if (fresh := self._step(entry, event)) is not None:
                     yield fresh
             if self._ended or len(look.entries) == _PAGE:
+                continue
+            if wait_s := self._absence.wait_s(look.state):
+                await self.ear.get(wait_s)
                 continue
             if not self._behind_the_end(look):
                 return
@@ -231,6 +273,7 @@ class _Run:
         """Move the cursor; what of the entry is to be handed out, None where nothing is."""
         self._cursor, self._ended = entry, event.final
         self._attempt = max(self._attempt, event.attempt)
+        self._absence.ran = self._attempt > 0
         if event.token_ids and event.end <= self._from_offset:
             return None
         event = event.after(self._from_offset)
@@ -269,15 +312,22 @@ class _Run:
         The cursor is set back then, so that the terminal event is read. Raises JobExpired when
         there is nothing left to wait for.
         """
-        if look.state is None:
-            raise JobExpired(self._job_id)
-        if not look.state.terminal:
+        if look.state is None or not look.state.terminal:
             return False
         end = (int(look.fields["offset"]), 0)
         if not look.has_log or self._cursor <= end:
             raise JobExpired(self._job_id, "the log")
         self._cursor = end
         return True
+
+
+def _announced(message: bytes) -> tuple[EntryId, EntryId, Event] | None:
+    """The entry before, the entry and its event; None for what nobody can read: the log tells."""
+    try:
+        before, entry, payload = message.split(b" ", 2)
+        return _entry_id(before), _entry_id(entry), Event.unpack(payload)
+    except ValueError:  # UndecodableJob is one
+        return None
 
 
 def _text(value: bytes) -> str:

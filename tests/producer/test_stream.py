@@ -14,6 +14,7 @@ from tokenfleet.producer.errors import InvalidJob, JobExpired, StreamInterrupted
 from tokenfleet.producer.hub import MOST_WAITING
 from tokenfleet.producer.keys import new_job_id
 from tokenfleet.producer.protocol import Choice, Event, JobResult
+from tokenfleet.producer.stream import JobReader
 from tokenfleet.worker.claims import flat
 
 WORDS = [f"w{n} " for n in range(30)]
@@ -276,6 +277,91 @@ async def test_a_job_that_vanishes_while_one_listens_has_expired(valkey_lab):
     await valkey_lab.raw.delete(keys.job(writer.job.id), keys.events(writer.job.id))
     with pytest.raises(JobExpired):
         await task
+
+
+@pytest.fixture
+def found_gone(monkeypatch) -> asyncio.Event:
+    """Set once a reader has looked for a job and Redis did not know it."""
+    gone, look = asyncio.Event(), JobReader.look
+
+    async def told(*args: Any, **options: Any) -> Any:
+        found = await look(*args, **options)
+        if found.state is None:
+            gone.set()
+        return found
+
+    monkeypatch.setattr(JobReader, "look", told)
+    return gone
+
+
+async def test_a_running_job_that_redis_has_forgotten_is_waited_for_until_it_is_given_back(
+    valkey_lab, found_gone, until
+):
+    """By streams and by who waits for its result, for silence_s."""
+    writer = await writer_for(valkey_lab)
+    await writer.write(2)
+    job = valkey_lab.client(silence_s=240.0).job(writer.job.id)
+    (events, stream), result = await started(job.stream()), asyncio.ensure_future(job.result())
+    log, keys = await valkey_lab.log(job.id), valkey_lab.keys
+    await until(lambda: listens(valkey_lab, job.id))
+    await valkey_lab.raw.delete(keys.job(job.id), keys.events(job.id), keys.queue("m", "default"))
+    await valkey_lab.raw.client_kill_filter(_type="pubsub")
+    await found_gone.wait()
+    adopted = await writer.queue.adopt(writer.job, flat(log))
+    assert adopted is not None
+    writer.job = adopted
+    await writer.write(1)
+    await writer.finish()
+    await stream
+    assert check(events) == (await result).text == "".join(WORDS[:3])
+
+
+async def test_a_waiting_job_that_redis_has_forgotten_is_not_waited_for(valkey_lab, until):
+    """Nobody has it to give it back."""
+    client = valkey_lab.client(silence_s=240.0)
+    job = await client.submit(model="m", prompt="x")
+    waiting = [asyncio.ensure_future(collect(job.stream())), asyncio.ensure_future(job.result())]
+    await until(lambda: listens(valkey_lab, job.id))
+    await valkey_lab.raw.delete(valkey_lab.keys.job(job.id))
+    await valkey_lab.raw.client_kill_filter(_type="pubsub")
+    for one in waiting:
+        with pytest.raises(JobExpired):
+            await one
+
+
+async def listens(lab: Any, job_id: str) -> bool:
+    """Whether somebody listens to a job's channel."""
+    ((_, count),) = await lab.raw.pubsub_numsub(lab.keys.events(job_id))
+    return bool(count)
+
+
+@pytest.mark.parametrize(
+    "noise", [b"", b"x", b"\xff \xff", b"0-0 1-0 x", b"0-0 1-x \x80", b"0-0  1-0 \x80"]
+)
+async def test_what_nobody_can_read_on_a_jobs_channel_changes_nothing(valkey_lab, noise, until):
+    writer = await writer_for(valkey_lab)
+    await writer.write(1)
+    job = valkey_lab.client().job(writer.job.id)
+    (events, stream), result = await started(job.stream()), asyncio.ensure_future(job.result())
+    await until(lambda: listens(valkey_lab, job.id))
+    await valkey_lab.raw.publish(valkey_lab.keys.events(job.id), noise)
+    await writer.write(1)
+    await writer.finish()
+    await stream
+    assert check(events) == (await result).text == "".join(WORDS[:2])
+
+
+async def test_an_event_of_a_newer_version_interrupts_the_stream_for_good(valkey_lab):
+    """The next version of this library reads it; to ask again with this one is no use."""
+    writer = await writer_for(valkey_lab)
+    await writer.write(1)
+    newer = Event(offset=1, token_ids=(1,), text="w").pack().replace(b"text", b"tone")
+    events, stream = await started(valkey_lab.client(silence_s=0.05).job(writer.job.id).stream())
+    await valkey_lab.raw.xadd(valkey_lab.keys.events(writer.job.id), {"d": newer}, id="2-0")
+    with pytest.raises(StreamInterrupted, match="tone") as cut:
+        await stream
+    assert [event.text for event in events] == [WORDS[0]]
+    assert (cut.value.offset, cut.value.retryable) == (1, False)
 
 
 async def test_a_log_that_is_gone_has_expired_while_the_result_still_answers(valkey_lab):

@@ -126,6 +126,19 @@ async def test_a_missing_right_is_told_with_the_way_out(any_server, site_at):
         await site.submit("x", 1)
 
 
+async def test_a_missing_right_to_listen_is_told_at_once_with_the_way_out(any_server, site_at):
+    """A new user of Redis 7 may listen to no channel where nobody has said so."""
+    rights = [rule for rule in producer_rules("acl3") if not rule.startswith("&")]
+    async with aio.Redis.from_url(any_server.url) as admin:
+        await admin.execute_command("ACL", "SETUSER", "deaf", "reset", "on", ">pw", *rights)
+    site = site_at(any_server.url.replace("//", "//deaf:pw@"), namespace="acl3")
+    job = await site.submit("x", 1)
+    with pytest.raises(BrokerUnsupported, match="tokenfleet acl"):
+        await anext(job.stream())
+    with pytest.raises(BrokerUnsupported, match="tokenfleet acl"):
+        await job.result()
+
+
 @pytest.mark.parametrize(
     ("url", "words"),
     [
