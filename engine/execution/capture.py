@@ -8,7 +8,9 @@ repeating recorded operations: the tests of everything around the graphs need no
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -16,6 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from tokenfleet.engine.errors import ConfigError
+from tokenfleet.engine.execution.containment import is_out_of_memory
 
 Work = Callable[[], None]
 
@@ -32,7 +37,8 @@ class CudaGraphCapture:
     """CUDA graphs that share one memory pool: capture the largest first.
 
     What a graph makes and does not write to a tensor of the caller's is lost with the next replay
-    of any of them.
+    of any of them. Other threads may use CUDA meanwhile: a trainer in the same process, whose data
+    loader pins memory, spoils no capture.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,7 +47,11 @@ class CudaGraphCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
-        """The first run, outside of the graph, compiles kernels and sets up libraries."""
+        """The first run, outside of the graph, compiles kernels and sets up libraries.
+
+        Raises:
+            ConfigError: the work can be run and not captured.
+        """
         if not self._graphs:  # a pool ends with its last graph: after a sleep it is another one
             self._pool = torch.cuda.graph_pool_handle()
         main = torch.cuda.current_stream(self._cuda_stream.device)
@@ -50,10 +60,39 @@ class CudaGraphCapture:
             work()
         main.wait_stream(self._cuda_stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._cuda_stream):
-            work()
+        self._record(graph, work, main)
         self._graphs.add(graph)
         return graph.replay
+
+    def _record(self, graph: torch.cuda.CUDAGraph, work: Work, main: torch.cuda.Stream) -> None:
+        pool, stream = self._pool, self._cuda_stream
+        try:
+            with (
+                torch.cuda.stream(main),  # restored also where torch's own block cannot be left
+                _nothing_collected(),
+                torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
+            ):
+                work()
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise ConfigError(
+                f"a step could not be captured as a CUDA graph ({error}); set enforce_eager to run"
+                " without graphs, which is slower for few sequences"
+            ) from error
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Within the block no cycles are collected: an old graph or event that dies in a capture calls
+    what a capture does not allow."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class HostRead(RuntimeError):
