@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from tokenfleet.producer import Event, EventError
-from tokenfleet.worker.demo.show import exit_code
+from tokenfleet.worker.demo.show import exit_code, worth_a_kill
 from tokenfleet.worker.demo.view import LiveView, PlainView, closing
 from tokenfleet.worker.demo.watched import Watched
 
@@ -43,6 +43,37 @@ def test_a_whole_stream_has_no_faults_and_its_figures() -> None:
     assert (job.ttft_s, job.tokens_per_s) == (1.0, 1.0)
     assert exit_code([job]) == 0
     assert "none missing" in closing([job], Path("t"), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("made", "all_there", "killed"),
+    [
+        ((30, 30), True, True),
+        ((160, 29), True, False),  # one of them would show nothing
+        ((40, 30), False, False),  # there is time to wait for the others
+        ((51, 51), False, True),  # and here there is none
+        ((99, 50), False, False),
+    ],
+)
+def test_a_worker_is_killed_in_the_middle_of_two_jobs(
+    made: tuple[int, int], all_there: bool, killed: bool
+) -> None:
+    jobs = [watched(tokens(0, *range(count))) for count in made]
+    assert worth_a_kill(jobs, [("Why?", 100)], all_there=all_there) is killed
+
+
+def test_tokens_that_all_came_at_once_have_no_rate() -> None:
+    job = watched()
+    job.take(tokens(0, 5, 6), 3.0)
+    job.take(tokens(2, text="", final=True), 3.0)
+    assert job.tokens_per_s is None
+
+
+def test_the_verdict_speaks_of_a_killed_worker_only_where_a_job_went_on() -> None:
+    job = watched(tokens(0, 5), tokens(1, 6, final=True))
+    assert "killed" not in closing([job], Path("t"), 1.0)
+    job.resumed_at = 1
+    assert "1 job went on where the killed worker" in closing([job], Path("t"), 1.0)
 
 
 @pytest.mark.parametrize(

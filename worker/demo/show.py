@@ -55,6 +55,19 @@ def exit_code(jobs: Sequence[Watched]) -> int:
     return 1 if any(job.faults or job.ended_at is None for job in jobs) else 0
 
 
+def worth_a_kill(
+    running: Sequence[Watched], prompts: Sequence[tuple[str, int]], *, all_there: bool
+) -> bool:
+    """Whether two jobs of a worker are far enough to be taken over in the middle.
+
+    That waits for the last submission, but not too long where this process gets little time: until
+    two are past half of what they may make.
+    """
+    far = [job for job in running if len(job.token_ids) >= KILL_AFTER_TOKENS]
+    late = [job for job in far if 2 * len(job.token_ids) > prompts[job.number - 1][1]]
+    return len(far if all_there else late) >= 2
+
+
 @dataclass(frozen=True, slots=True)
 class DemoConfig:
     """What the demo runs with."""
@@ -204,6 +217,7 @@ class Demo:
         await self._all_ready.wait()
         while (victim := self._victim()) is None:
             if all(job.ended_at is not None for job in self._jobs):
+                self._say("no worker was killed: no two jobs of one were far enough in time")
                 return
             await asyncio.sleep(0.02)
         hit = self._running_on(victim.name)
@@ -211,11 +225,11 @@ class Demo:
         self._view.killed(victim.name, victim.pid, hit)
 
     def _victim(self) -> WorkerProcess | None:
-        """The worker with the most jobs, when at least two of them are far enough."""
+        """The worker with the most jobs, once its death would show something."""
         name = max(self._workers, key=lambda one: len(self._running_on(one)))
-        far = [j for j in self._running_on(name) if len(j.token_ids) >= KILL_AFTER_TOKENS]
-        submitted = all(job.job is not None for job in self._jobs)
-        return self._workers[name] if submitted and len(far) >= 2 else None
+        all_there = all(job.job is not None for job in self._jobs)
+        ripe = worth_a_kill(self._running_on(name), self._config.prompts, all_there=all_there)
+        return self._workers[name] if ripe else None
 
     def _running_on(self, name: str) -> list[Watched]:
         return [job for job in self._jobs if job.running and job.workers[-1:] == [name]]

@@ -220,10 +220,9 @@ def closing(jobs: Sequence[Watched], trace_file: Path, elapsed_s: float) -> str:
     if faults:
         verdict = "FAILED: " + "; ".join(faults)
     else:
-        verdict = (
-            f"{tokens} tokens of {len(jobs)} jobs, none missing, none twice; "
-            f"{moved} jobs went on where the killed worker had stopped."
-        )
+        jobs_went = "1 job" if moved == 1 else f"{moved} jobs"
+        went_on = f"; {jobs_went} went on where the killed worker had stopped" if moved else ""
+        verdict = f"{tokens} tokens of {len(jobs)} jobs, none missing, none twice{went_on}."
     return f"{verdict}\n{elapsed_s:.1f} s in all. Trace: {trace_file}"
 
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tokenfleet.producer import AsyncJob, Event
 
+ONE_BREATH_S = 0.01
+
 
 @dataclass(slots=True)
 class Watched:
@@ -43,9 +45,11 @@ class Watched:
 
     @property
     def tokens_per_s(self) -> float | None:
+        """None where the tokens came in one breath: nobody saw them being made."""
         if self.ended_at is None or self.first_token_at is None or len(self.token_ids) < 2:
             return None
-        return (len(self.token_ids) - 1) / max(1e-9, self.ended_at - self.first_token_at)
+        seen_s = self.ended_at - self.first_token_at
+        return (len(self.token_ids) - 1) / seen_s if seen_s > ONE_BREATH_S else None
 
     def take(self, event: Event, now: float) -> None:
         """Append an event, checking that it follows the one before."""
