@@ -59,9 +59,12 @@ template <typename Act> struct Bf16Gate {
 
     Bf16Gate(const Layer& l, const Quantized&, Act a, int64_t pair)
         : layer(l), act(a), bias(bias_of(l, pair * COLUMNS)), other(bias_of(l, l.columns / 2 + pair * COLUMNS)) {}
-    INLINE void finish(const float* sums, int64_t row, int64_t pair) const {
-        store((bf16*)layer.out + row * (layer.columns / 2) + pair * COLUMNS,
-              act(load(sums) + bias) * (load(sums + LANES) + other));
+    template <int N> INLINE void finish(Rows<N> n, const float* sums, int64_t row, int64_t pair) const {
+        const auto gate = act(of_rows(n, [&](int64_t r) INLINE_LAMBDA { return load(sums + r * 32) + bias; }));
+        const auto up = of_rows(n, [&](int64_t r) INLINE_LAMBDA { return load(sums + r * 32 + LANES) + other; });
+        to_rows(gate * up, [&](int64_t r, f32x16 v) INLINE_LAMBDA {
+            store((bf16*)layer.out + (row + r) * (layer.columns / 2) + pair * COLUMNS, v);
+        });
     }
 };
 
@@ -75,10 +78,14 @@ template <typename Act, typename T> struct Int8Gate {
     Int8Gate(const Layer& l, const Quantized& q, Act a, int64_t pair)
         : layer(l), x(q), act(a), first(scales_of<T>(l, pair * COLUMNS)),
           second(scales_of<T>(l, l.columns / 2 + pair * COLUMNS)) {}
-    INLINE void finish(const int32_t* sums, int64_t row, int64_t pair) const {
-        const f32x16 gate = scaled(layer, first, load(sums), x.scales[row]);
-        const f32x16 up = scaled(layer, second, load(sums + LANES), x.scales[row]);
-        store((T*)layer.out + row * (layer.columns / 2) + pair * COLUMNS, act(gate) * up);
+    template <int N> INLINE void finish(Rows<N> n, const int32_t* sums, int64_t row, int64_t pair) const {
+        const auto scaled_by = [&](const Scales& columns, const int32_t* from) INLINE_LAMBDA {
+            return of_rows(n, [&](int64_t r) INLINE_LAMBDA { return scaled(layer, columns, load(from + r * 32), x.scales[row + r]); });
+        };
+        const auto gate = act(scaled_by(first, sums));
+        to_rows(gate * scaled_by(second, sums + LANES), [&](int64_t r, f32x16 v) INLINE_LAMBDA {
+            store((T*)layer.out + (row + r) * (layer.columns / 2) + pair * COLUMNS, v);
+        });
     }
 };
 
@@ -93,7 +100,7 @@ INLINE void few_rows(const Layer& layer, const Panel& panel, const Quantized& x,
         if (rows > 16) pair_product<typename Gate::Op, true>(panel, now, next, out[0]);
         else pair_product<typename Gate::Op, false>(panel, now, next, out[0]);
         const Gate gate(layer, x, act, pair);
-        for (int64_t row = 0; row < rows; row++) gate.finish(out[row], row, pair);
+        for (int64_t row = 0; row < rows; row++) gate.finish(Rows<1>{}, out[row], row, pair);
     }
     _tile_release();
 }
@@ -106,8 +113,8 @@ INLINE void gated(const Layer& layer, const Panel& panel, const Quantized& x, Ac
     // two pairs make a whole cache line of a bf16 row, which two threads would otherwise take from each other
     rows_on_tiles<typename Gate::Op, 2>(
         panel, pairs, [&](int64_t pair) INLINE_LAMBDA { return gate_and_up(layer, pair); },
-        [&](const typename Gate::Op::Result* sums, int64_t row, int64_t pair) INLINE_LAMBDA {
-            Gate(layer, x, act, pair).finish(sums, row, pair);
+        [&]<int N>(Rows<N> n, const typename Gate::Op::Result* sums, int64_t row, int64_t pair) INLINE_LAMBDA {
+            Gate(layer, x, act, pair).finish(n, sums, row, pair);
         });
 }
 
@@ -125,7 +132,7 @@ EXPORT void tf_gated_bf16(const GatedArguments* arguments) {
     const Layer layer(a.linear, 2);
     if (!fits_tiles(layer)) return one_after_the_other(a, tf_linear_bf16);
 #if defined(TF_AMX)
-    const Panel panel = {(const uint8_t*)layer.x, layer.x_stride * (int64_t)sizeof(bf16), layer.rows, layer.depth_blocks};
+    const Panel panel = panel_of(layer);
     with_gate<bf16>(a.gate, [&](auto act) {
 #pragma omp parallel if (layer.rows * layer.in * layer.columns > SERIAL_PRODUCTS)
         gated<Bf16Gate<decltype(act)>>(layer, panel, Quantized{}, act);
@@ -139,7 +146,7 @@ EXPORT void tf_gated_int8(const GatedArguments* arguments) {
     if (!fits_tiles(layer)) return one_after_the_other(a, tf_linear_int8);
 #if defined(TF_AMX)
     const Quantized x = quantized_memory(layer);
-    const Panel panel = {(const uint8_t*)x.values, x.stride, layer.rows, layer.depth_blocks};
+    const Panel panel = panel_of(layer, x);
     with_dtype(layer.dtype, [&]<typename T>(T*) {
         with_gate<T>(a.gate, [&](auto act) {
 #pragma omp parallel if (layer.rows * layer.in * layer.columns > SERIAL_PRODUCTS)

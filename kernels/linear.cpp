@@ -248,7 +248,7 @@ EXPORT void tf_linear_int8(const LinearArguments* arguments) {
         {
             quantize_rows<T>(layer, quantized);
             if (has_many_rows(layer)) {
-                int8_rows<T>(layer, quantized);
+                int8_rows<T>(layer, panel_of(layer, quantized), quantized.scales);
             } else {
                 int64_t first, last;
                 my_blocks(layer.columns, &first, &last);
@@ -279,7 +279,7 @@ EXPORT void tf_linear_bf16(const LinearArguments* arguments) {
 #pragma omp parallel if (layer.rows * layer.in * layer.columns > SERIAL_PRODUCTS)
     {
         if (has_many_rows(layer)) {
-            bf16_rows(layer);
+            bf16_rows(layer, panel_of(layer));
         } else {
             int64_t first, last;
             my_blocks(layer.columns, &first, &last);

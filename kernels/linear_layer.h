@@ -39,20 +39,40 @@ struct Layer {
 
 // ---- activations to int8 ---------------------------------------------------------------------
 
+enum Path : int64_t { FASTEST = 0, LANES_ONLY = 1 };
+
+INLINE bool on_tiles(const Layer& layer) {
+#if defined(TF_AMX)
+    return tiles_granted && layer.path == FASTEST;
+#else
+    (void)layer;
+    return false;
+#endif
+}
+
+// More rows than one tile_product takes.
+constexpr int64_t TILE_ROWS = 32;
+INLINE bool has_many_rows(const Layer& layer) { return layer.rows > TILE_ROWS && on_tiles(layer); }
+
+// A row's values lie together; or, where tiles take many rows, 64 of them with those of 15 other rows: whole tiles.
 struct Quantized {
-    int8_t* values;  // [rows][depth_blocks * 64], zero beyond the layer's width
+    int8_t* values;  // [rows][depth_blocks * 64] or [rows / 16][depth_blocks][16][64], zero beyond the layer's width
     float* scales;   // [rows]
-    int64_t stride;
+    int64_t stride;  // bytes a row
+    bool in_tiles;
+
+    INLINE int8_t* row(int64_t r) const { return in_tiles ? values + r / 16 * 16 * stride + r % 16 * DEPTH_BYTES : values + r * stride; }
+    INLINE int64_t step() const { return in_tiles ? BLOCK_BYTES : DEPTH_BYTES; }  // from 64 values of a row to the next
 };
 
 // Where x lies in int8 or will: one buffer, owned by the calling thread, which all threads of its team read and write.
 inline Quantized quantized_memory(const Layer& layer) {
-    if (layer.x_scales) return {(int8_t*)layer.x, (float*)layer.x_scales, layer.x_stride};
+    if (layer.x_scales) return {(int8_t*)layer.x, (float*)layer.x_scales, layer.x_stride, false};
     static thread_local std::vector<int8_t> memory;
-    const int64_t stride = layer.depth_blocks * DEPTH_BYTES, needed = layer.rows * (stride + 4) + 128;
+    const int64_t stride = layer.depth_blocks * DEPTH_BYTES, rows = round_up(layer.rows, TILE_ROWS), needed = rows * (stride + 4) + 128;
     if ((int64_t)memory.size() < needed) memory.resize(needed);
     int8_t* values = (int8_t*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
-    return {values, (float*)(values + layer.rows * stride), stride};
+    return {values, (float*)(values + rows * stride), stride, has_many_rows(layer)};
 }
 
 INLINE f32x16 magnitude(f32x16 v) { return (f32x16)((i32x16)v & 0x7fffffff); }
@@ -69,8 +89,10 @@ INLINE void store_bytes(int8_t* to, i32x16 v, int64_t n) {
     else memcpy(to, &narrow, n);
 }
 
-// Symmetric: q = round(x / scale), scale = max |x| / 127. A NaN or infinity makes the scale NaN.
-template <typename T> void quantize_row(const T* x, int64_t width, int8_t* to, int64_t stride, float* scale) {
+// Symmetric: q = round(x / scale), scale = max |x| / 127. A NaN or infinity makes the scale NaN. step: from 64 values
+// to the next.
+template <typename T>
+void quantize_row(const T* x, int64_t width, int8_t* to, int64_t stride, float* scale, int64_t step = DEPTH_BYTES) {
     constexpr int64_t AT_ONCE = 4;  // chains that do not wait for each other
     f32x16 tops[AT_ONCE] = {}, checks[AT_ONCE] = {};
     int64_t whole = 0;
@@ -91,7 +113,7 @@ template <typename T> void quantize_row(const T* x, int64_t width, int8_t* to, i
     *scale = highest / 127.0f + sum(check);
     for (int64_t i = 0; i < stride; i += LANES) {
         f32x16 v = i < width ? load_n(x + i, width - i) : f32x16{};
-        store_bytes(to + i, round_to_int(v * inverse), stride - i);
+        store_bytes(to + i / 64 * step + i % 64, round_to_int(v * inverse), stride - i);
     }
 }
 
@@ -108,21 +130,19 @@ INLINE float highest_of(__m512i tops) {
     return highest;
 }
 
-// The same of bf16, 64 numbers at a time.
-template <> inline void quantize_row(const bf16* x, int64_t width, int8_t* to, int64_t stride, float* scale) {
-    const __m512i magnitudes = _mm512_set1_epi16(0x7fff);
-    const int64_t whole = width / 64 * 64;
-    __m512i tops[2] = {};
-    for (int64_t i = 0; i < whole; i += 64)
-        for (int j = 0; j < 2; j++)
-            tops[j] = _mm512_max_epu16(tops[j], _mm512_and_si512(_mm512_loadu_si512(x + i + 32 * j), magnitudes));
-    for (int64_t i = whole; i < width; i += 32) {
-        const __mmask32 there = width - i < 32 ? ((uint32_t)1 << (width - i)) - 1 : ~(uint32_t)0;
-        tops[0] = _mm512_max_epu16(tops[0], _mm512_and_si512(_mm512_maskz_loadu_epi16(there, x + i), magnitudes));
-    }
-    const float highest = highest_of(_mm512_max_epu16(tops[0], tops[1])), check = highest * 0.0f;
-    const float inverse = highest > 0.0f && check == 0.0f ? 127.0f / highest : 0.0f;
+INLINE __m512i magnitudes_of(const void* from) {
+    return _mm512_and_si512(_mm512_loadu_si512(from), _mm512_set1_epi16(0x7fff));
+}
+
+// What numbers are multiplied with before they are rounded; their scale.
+INLINE float to_int8(float highest, float* scale) {
+    const float check = highest * 0.0f;
     *scale = highest / 127.0f + check;
+    return highest > 0.0f && check == 0.0f ? 127.0f / highest : 0.0f;
+}
+
+// 32 numbers and 32 more, rounded.
+INLINE __m512i rounded_64(const bf16* first, const bf16* second, float inverse) {
     // numbers at even places lie in the low halves of lanes, those at odd places in the high ones
     const auto words = [&](const bf16* from) INLINE_LAMBDA {
         const __m512i two = _mm512_loadu_si512(from);
@@ -131,11 +151,26 @@ template <> inline void quantize_row(const bf16* x, int64_t width, int8_t* to, i
         return (__m512i)((even & 0xff) | ((odd & 0xff) << 8));
     };
     const __m512i in_order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    return _mm512_permutexvar_epi64(in_order, _mm512_packus_epi32(words(first), words(second)));
+}
+
+// The same of bf16, 64 numbers at a time.
+template <>
+inline void quantize_row(const bf16* x, int64_t width, int8_t* to, int64_t stride, float* scale, int64_t step) {
+    const int64_t whole = width / 64 * 64;
+    __m512i tops[2] = {};
     for (int64_t i = 0; i < whole; i += 64)
-        _mm512_storeu_si512(to + i, _mm512_permutexvar_epi64(in_order, _mm512_packus_epi32(words(x + i), words(x + i + 32))));
+        for (int j = 0; j < 2; j++) tops[j] = _mm512_max_epu16(tops[j], magnitudes_of(x + i + 32 * j));
+    for (int64_t i = whole; i < width; i += 32) {
+        const __mmask32 there = width - i < 32 ? ((uint32_t)1 << (width - i)) - 1 : ~(uint32_t)0;
+        tops[0] = _mm512_max_epu16(tops[0], _mm512_and_si512(_mm512_maskz_loadu_epi16(there, x + i), _mm512_set1_epi16(0x7fff)));
+    }
+    const float inverse = to_int8(highest_of(_mm512_max_epu16(tops[0], tops[1])), scale);
+    for (int64_t i = 0; i < whole; i += 64)
+        _mm512_storeu_si512(to + i / 64 * step, rounded_64(x + i, x + i + 32, inverse));
     for (int64_t i = whole; i < stride; i += LANES) {
         const f32x16 v = i < width ? load_n(x + i, width - i) : f32x16{};
-        store_bytes(to + i, round_to_int(v * inverse), stride - i);
+        store_bytes(to + i / 64 * step + i % 64, round_to_int(v * inverse), stride - i);
     }
 }
 
@@ -146,8 +181,7 @@ template <typename T> INLINE void quantize_rows(const Layer& layer, const Quanti
     if (layer.x_scales) return;
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < layer.rows; row++)
-        quantize_row((const T*)layer.x + row * layer.x_stride, layer.in, to.values + row * to.stride, to.stride,
-                     to.scales + row);
+        quantize_row((const T*)layer.x + row * layer.x_stride, layer.in, to.row(row), to.stride, to.scales + row, to.step());
 }
 
 // ---- results ---------------------------------------------------------------------------------
@@ -185,17 +219,6 @@ template <typename T> INLINE void finish_int8(const Layer& layer, i32x16 sums, f
 
 INLINE void finish_bf16(const Layer& layer, f32x16 sums, int64_t row, int64_t column) {
     store_n((bf16*)layer.out + row * layer.columns + column, sums + bias_of(layer, column), layer.columns - column);
-}
-
-enum Path : int64_t { FASTEST = 0, LANES_ONLY = 1 };
-
-INLINE bool on_tiles(const Layer& layer) {
-#if defined(TF_AMX)
-    return tiles_granted && layer.path == FASTEST;
-#else
-    (void)layer;
-    return false;
-#endif
 }
 
 // Below this many multiplications one thread does it alone.

@@ -3,20 +3,25 @@
 // A row's sums are added up in the order of its depth whatever the number of rows, as tile_product does.
 #pragma once
 
+#include "four.h"
 #include "linear_layer.h"
 
 namespace tf {
 
 #if defined(TF_AMX)
 
-constexpr int64_t TILE_ROWS = 32;
 constexpr int64_t PANEL_BYTES = 1 << 20;  // of rows that are multiplied with all columns before the next ones
 constexpr int64_t KEPT_DEPTH = 12;        // tiles of each block of a pair that stay in the first cache
 
-// What is multiplied: `rows` (32 or more) of `depth_blocks` tiles each.
+// What is multiplied: `rows` of `depth_blocks` tiles each. Rows that lie in tiles are filled up to a multiple of 32;
+// others are 32 or more, except for pair_product.
 struct Panel {
     const uint8_t* rows_at;
-    int64_t stride, rows, depth_blocks;
+    int64_t stride, rows, depth_blocks;  // bytes a row: of 16 in tiles, a sixteenth
+    bool in_tiles;
+
+    INLINE int64_t row_step() const { return in_tiles ? DEPTH_BYTES : stride; }  // within a tile
+    INLINE int64_t depth_step() const { return in_tiles ? BLOCK_BYTES : DEPTH_BYTES; }
 };
 
 // Two packed column blocks, which need not follow each other; second is null where there is one.
@@ -30,14 +35,15 @@ template <typename Op, bool TWO, typename Meanwhile>
 INLINE void rows_times_pair(const uint8_t* left, const Panel& panel, BlockPair right, typename Op::Result* out,
                             Meanwhile meanwhile) {
     const uint8_t* lower = left + 16 * panel.stride;
+    const int64_t row_step = panel.row_step(), depth_step = panel.depth_step();
     before_tiles();
     _tile_zero(0);
     _tile_zero(2);
     if (TWO) _tile_zero(1);
     if (TWO) _tile_zero(3);
     for (int64_t k = 0; k < panel.depth_blocks; k++) {
-        _tile_stream_loadd(4, left + k * DEPTH_BYTES, panel.stride);
-        _tile_stream_loadd(5, lower + k * DEPTH_BYTES, panel.stride);
+        _tile_stream_loadd(4, left + k * depth_step, row_step);
+        _tile_stream_loadd(5, lower + k * depth_step, row_step);
         if (k < KEPT_DEPTH) {
             _tile_loadd(6, right.first + k * BLOCK_BYTES, 64);
             if (TWO) _tile_loadd(7, right.second + k * BLOCK_BYTES, 64);
@@ -88,20 +94,29 @@ INLINE void pair_product(const Panel& panel, BlockPair right, BlockPair next, ty
     if (TWO_ROWS) _tile_stored(3, out + 16 * 32 + 16, 128);
 }
 
+// As many rows whose sums are finished together.
+template <int N> struct Rows {};
+template <typename F> INLINE f32x16 of_rows(Rows<1>, F f) { return f(0); }
+template <typename F> INLINE Four of_rows(Rows<4>, F f) { return {{f(0), f(1), f(2), f(3)}}; }
+template <typename F> INLINE void to_rows(f32x16 x, F f) { f(0, x); }
+template <typename F> INLINE void to_rows(const Four& x, F f) { f(0, x.v[0]), f(1, x.v[1]), f(2, x.v[2]), f(3, x.v[3]); }
+
 // All rows times `pairs` pairs; the threads of a team take AT_ONCE pairs as they come. right(pair) gives the
-// BlockPair; finish(sums, row, pair) takes the 32 sums of a row, while the tiles multiply for the next ones. The
-// last rows overlap with those before them where 32 does not divide their number: computed twice, to the same bits.
+// BlockPair; finish(Rows<N>, sums, row, pair) takes the 32 sums of N rows each, while the tiles multiply for the next
+// ones. Where 32 does not divide the number of rows, those that do not lie in tiles overlap at the end: computed
+// twice, to the same bits.
 template <typename Op, int64_t AT_ONCE, typename Right, typename Finish>
 INLINE void rows_on_tiles(const Panel& panel, int64_t pairs, Right right, Finish finish) {
     alignas(64) typename Op::Result sums[2][TILE_ROWS * 32];
     configure_tiles(16, 16);
-    const int64_t threads = omp_get_num_threads(), tall = PANEL_BYTES / panel.stride / TILE_ROWS * TILE_ROWS;
-    const int64_t height = tall > TILE_ROWS ? tall : TILE_ROWS, block_lines = panel.depth_blocks * 16;
-    const int64_t rows_a_step = (TILE_ROWS + panel.depth_blocks - 1) / panel.depth_blocks;
+    const int64_t threads = omp_get_num_threads(), depth = panel.depth_blocks, block_lines = depth * 16;
+    const int64_t tall = PANEL_BYTES / (depth * DEPTH_BYTES) / TILE_ROWS * TILE_ROWS, height = tall > TILE_ROWS ? tall : TILE_ROWS;
     int64_t left_row = 0, left_pair = -1;  // whose sums are to be finished
     int now = 0;
-    const auto finish_rows = [&](const typename Op::Result* from, int64_t r, int64_t end) INLINE_LAMBDA {
-        for (; r < end && r < TILE_ROWS; r++) finish(from + r * 32, left_row + r, left_pair);
+    const auto finish_four = [&](const typename Op::Result* from, int64_t r) INLINE_LAMBDA {
+        const int64_t row = left_row + r;
+        if (row + 4 <= panel.rows) finish(Rows<4>{}, from + r * 32, row, left_pair);
+        else for (int64_t i = 0; row + i < panel.rows; i++) finish(Rows<1>{}, from + (r + i) * 32, row + i, left_pair);
     };
     for (int64_t top = 0; top < panel.rows; top += height) {
         const int64_t end = top + height < panel.rows ? top + height : panel.rows;
@@ -111,10 +126,12 @@ INLINE void rows_on_tiles(const Panel& panel, int64_t pairs, Right right, Finish
             const int64_t after = pair + 1 + ((pair + 1) % AT_ONCE ? 0 : (threads - 1) * AT_ONCE);
             const BlockPair here = right(pair), next = right(after < pairs ? after : pair);
             for (int64_t step = 0; step < steps; step++) {
-                const int64_t at = top + step * TILE_ROWS, row = at + TILE_ROWS < end ? at : end - TILE_ROWS;
-                const int64_t asked = step * panel.depth_blocks * a_step, lines = asked < block_lines ? a_step : 0;
+                const int64_t at = top + step * TILE_ROWS, row = panel.in_tiles || at + TILE_ROWS < end ? at : end - TILE_ROWS;
+                const int64_t asked = step * depth * a_step, lines = asked < block_lines ? a_step : 0;
+                int64_t finished = left_pair >= 0 ? 0 : TILE_ROWS, due = 0;  // an eighth of the rows each time due passes the depth
                 const auto meanwhile = [&](int64_t k) INLINE_LAMBDA {
-                    if (left_pair >= 0) finish_rows(sums[1 - now], k * rows_a_step, (k + 1) * rows_a_step);
+                    for (due += TILE_ROWS / 4; due >= depth; due -= depth, finished += 4)
+                        if (finished < TILE_ROWS) finish_four(sums[1 - now], finished);
                     for (int64_t line = asked + k * lines; line < asked + (k + 1) * lines; line++) {
                         _mm_prefetch((const char*)next.first + line * 64, _MM_HINT_T1);
                         _mm_prefetch((const char*)next.second + line * 64, _MM_HINT_T1);
@@ -129,7 +146,8 @@ INLINE void rows_on_tiles(const Panel& panel, int64_t pairs, Right right, Finish
             }
         }
     }
-    if (left_pair >= 0) finish_rows(sums[1 - now], 0, TILE_ROWS);
+    if (left_pair >= 0)
+        for (int64_t r = 0; r < TILE_ROWS; r += 4) finish_four(sums[1 - now], r);
     _tile_release();
 }
 
@@ -159,38 +177,46 @@ INLINE BlockPair neighbours(const Layer& layer, int64_t pair) {
 
 INLINE int64_t pairs_of(const Layer& layer) { return (layer.columns + 2 * COLUMNS - 1) / (2 * COLUMNS); }
 
-inline void bf16_rows(const Layer& layer) {
-    const Panel panel = {(const uint8_t*)layer.x, layer.x_stride * (int64_t)sizeof(bf16), layer.rows, layer.depth_blocks};
+INLINE Panel panel_of(const Layer& layer) {
+    return {(const uint8_t*)layer.x, layer.x_stride * (int64_t)sizeof(bf16), layer.rows, layer.depth_blocks, false};
+}
+INLINE Panel panel_of(const Layer& layer, const Quantized& x) {
+    return {(const uint8_t*)x.values, x.stride, layer.rows, layer.depth_blocks, x.in_tiles};
+}
+
+inline void bf16_rows(const Layer& layer, const Panel& panel) {
     rows_on_tiles<Bf16Tiles, 1>(
         panel, pairs_of(layer), [&](int64_t pair) INLINE_LAMBDA { return neighbours(layer, pair); },
-        [&](const float* sums, int64_t row, int64_t pair) INLINE_LAMBDA {
+        [&]<int N>(Rows<N>, const float* sums, int64_t row, int64_t pair) INLINE_LAMBDA {
             const int64_t column = pair * 32, n = layer.columns - column;
             const f32x16 bias = bias_of(layer, column), other = n > LANES ? bias_of(layer, column + LANES) : f32x16{};
-            store_pair((bf16*)layer.out + row * layer.columns + column, load(sums) + bias, load(sums + LANES) + other, n);
+            for (int64_t r = 0; r < N; r++)
+                store_pair((bf16*)layer.out + (row + r) * layer.columns + column, load(sums + r * 32) + bias,
+                           load(sums + r * 32 + LANES) + other, n);
         });
 }
 
-template <typename T> void int8_rows(const Layer& layer, const Quantized& x) {
-    const Panel panel = {(const uint8_t*)x.values, x.stride, layer.rows, layer.depth_blocks};
+template <typename T> void int8_rows(const Layer& layer, const Panel& panel, const float* row_scales) {
     rows_on_tiles<Int8Tiles, 1>(
         panel, pairs_of(layer), [&](int64_t pair) INLINE_LAMBDA { return neighbours(layer, pair); },
-        [&](const int32_t* sums, int64_t row, int64_t pair) INLINE_LAMBDA {
+        [&]<int N>(Rows<N>, const int32_t* sums, int64_t row, int64_t pair) INLINE_LAMBDA {
             const int64_t column = pair * 32, n = layer.columns - column;
             const Scales first = scales_of<T>(layer, column);
             const Scales second = n > LANES ? scales_of<T>(layer, column + LANES) : Scales{};
-            store_pair((T*)layer.out + row * layer.columns + column, scaled(layer, first, load(sums), x.scales[row]),
-                       scaled(layer, second, load(sums + LANES), x.scales[row]), n);
+            for (int64_t r = 0; r < N; r++)
+                store_pair((T*)layer.out + (row + r) * layer.columns + column,
+                           scaled(layer, first, load(sums + r * 32), row_scales[row + r]),
+                           scaled(layer, second, load(sums + r * 32 + LANES), row_scales[row + r]), n);
         });
 }
 
-// More rows than one tile_product takes.
-INLINE bool has_many_rows(const Layer& layer) { return layer.rows > TILE_ROWS && on_tiles(layer); }
-
 #else
 
-INLINE bool has_many_rows(const Layer&) { return false; }
-inline void bf16_rows(const Layer&) {}
-template <typename T> void int8_rows(const Layer&, const Quantized&) {}
+struct Panel {};
+INLINE Panel panel_of(const Layer&) { return {}; }
+INLINE Panel panel_of(const Layer&, const Quantized&) { return {}; }
+inline void bf16_rows(const Layer&, const Panel&) {}
+template <typename T> void int8_rows(const Layer&, const Panel&, const float*) {}
 
 #endif
 

@@ -182,16 +182,22 @@ INLINE f32x16 exp(f32x16 x) {
     return x < bottom ? f32x16{} : result;
 }
 
+// Of one vector as of Four: f of each.
+template <typename F> INLINE f32x16 each(f32x16 x, F f) { return f(x); }
+template <typename F> INLINE f32x16 each(f32x16 x, f32x16 y, F f) { return f(x, y); }
+
 #if defined(__AVX512DQ__)
 
-// 2^x within 3e-6 of it, for x that is not below -126.
-INLINE f32x16 power_of_two_above(f32x16 x) {
-    const f32x16 r = (f32x16)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x)
-    f32x16 p = r * 1.3534094093e-2f + 5.2011608187e-2f;
+// 2^x within 3e-6 of it, for x that is not below -126. V: f32x16 or Four.
+template <typename V> INLINE V power_of_two_above(V x) {
+    const V r = each(x, [](f32x16 v) INLINE_LAMBDA {  // x - floor(x)
+        return (f32x16)_mm512_reduce_ps((__m512)v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    });
+    V p = r * 1.3534094093e-2f + 5.2011608187e-2f;
     p = p * r + 2.4144266077e-1f;
     p = p * r + 6.9300385761e-1f;
     p = p * r + 1.0000025917f;
-    return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)x);
+    return each(p, x, [](f32x16 v, f32x16 power) INLINE_LAMBDA { return (f32x16)_mm512_scalef_ps((__m512)v, (__m512)power); });
 }
 
 #endif
