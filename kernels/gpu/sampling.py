@@ -21,6 +21,8 @@ from tokenfleet.kernels.gpu.rng import bits_of, gumbel_of
 from tokenfleet.kernels.sampling import PenaltyRows, SamplingRows
 
 DRAW_TILE = 1024
+MOST_SPLITS = 64
+"""Also what the joining kernel is compiled for: one binary serves every number of rows."""
 HISTORY_TILE = 256
 
 
@@ -33,7 +35,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     cuts = find_cuts(logits, rows) if rows.filtered and V > 1 else None
     # programs enough for the GPU, each with a piece of whole tiles
     wanted = max(1, 2 * gpu_of(logits.device).num_sms // max(R, 1))
-    piece = triton.cdiv(triton.cdiv(V, min(wanted, 64)), DRAW_TILE) * DRAW_TILE
+    piece = triton.cdiv(triton.cdiv(V, min(wanted, MOST_SPLITS)), DRAW_TILE) * DRAW_TILE
     splits = triton.cdiv(V, piece)
     best = torch.empty((R, splits), dtype=torch.float32, device=logits.device)
     ids = torch.empty((R, splits), dtype=torch.int32, device=logits.device)
@@ -42,7 +44,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
         _draw, (R, splits), logits, rows.temperature.contiguous(), keys, cuts, best, ids, V,
         logits.stride(0), piece, TILE=DRAW_TILE, num_warps=4,
     )  # fmt: skip
-    launch(_join, (R,), best, ids, out, splits, TILE=triton.next_power_of_2(splits), num_warps=1)
+    launch(_join, (R,), best, ids, out, splits, TILE=MOST_SPLITS, num_warps=1)
     return out
 
 

@@ -9,6 +9,7 @@ import torch
 
 from tokenfleet.kernels import fp8
 from tokenfleet.kernels.activation import silu_mul, silu_mul_fp8
+from tokenfleet.kernels.block_copy import copy_blocks
 from tokenfleet.kernels.fp8 import Fp8Scales
 from tokenfleet.kernels.gpu import linear as gpu_linear
 from tokenfleet.kernels.gpu.launch import TARGETS, recording
@@ -100,6 +101,11 @@ def token_pool(n):
     scatter_tokens(ids(n), pool, ids(n))
 
 
+def copies(n):
+    pairs, pool = ids(2, n), empty(9, 2, 16, DIM)
+    copy_blocks(KVPool(pool, pool), pairs[0], pairs[1])
+
+
 def fp8_scales(form):
     rows, columns = FORMS[form]
     weight = empty(-(-WIDTH // rows), WIDTH // columns, dtype=torch.float32)
@@ -107,7 +113,7 @@ def fp8_scales(form):
 
 
 STEPS = [decode_attention, chunk_attention, rotation, norms, head_norms, gates, products, drawing,
-         penalties, token_pool]  # fmt: skip
+         penalties, token_pool, copies]  # fmt: skip
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
@@ -117,7 +123,7 @@ def test_one_binary_serves_every_size_of_a_step(step):
     for size in (1, 2, 16, 33, 48):
         with recording(TARGETS[90]) as launches:
             step(size)
-        compiled_for.append([(x.name, tuple(x.signature.items()), x.divisible) for x in launches])
+        compiled_for.append([x.key() for x in launches])
     assert compiled_for[0]
     for other in compiled_for[1:]:
         assert other == compiled_for[0]
