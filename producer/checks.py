@@ -11,6 +11,9 @@ from typing import Any
 
 from tokenfleet.producer.errors import InvalidJob
 
+MOST_S = 10 * 365 * 86400.0
+"""Ten years: as milliseconds by any clock it is a number that Redis takes."""
+
 _MOST_NESTED = 200
 _ATOMS = (str, int, float, bool, bytes, type(None))
 
@@ -48,6 +51,13 @@ def check_seconds(field: str, value: object) -> float:
     """A time that may be waited for."""
     if not is_number(value) or not value > 0:  # type: ignore[operator]  # it is a number
         raise InvalidJob(field, value, "must be seconds, more than 0")
+    return value  # type: ignore[return-value]  # the same
+
+
+def check_ttl(field: str, value: object) -> float:
+    """How long Redis is to keep something."""
+    if not is_number(value) or not 0.001 <= value <= MOST_S:  # type: ignore[operator]  # the same
+        raise InvalidJob(field, value, "must be seconds, 0.001 or more and at most ten years")
     return value  # type: ignore[return-value]  # the same
 
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from tokenfleet.producer import tracing
-from tokenfleet.producer.checks import check_count, check_seconds
+from tokenfleet.producer.checks import check_count, check_seconds, check_ttl
 from tokenfleet.producer.connection import Broker, Connection
 from tokenfleet.producer.errors import InvalidJob, QueueFull, TokenfleetError
 from tokenfleet.producer.hub import Hub
@@ -62,8 +62,8 @@ class AsyncClient:
         self._tenant = check_name("tenant", tenant)
         self._max_job_bytes = check_count("max_job_bytes", max_job_bytes, 1 << 32)
         self._ttls = {
-            "result_ttl_s": check_seconds("result_ttl_s", result_ttl_s),
-            "log_ttl_s": check_seconds("log_ttl_s", log_ttl_s),
+            "result_ttl_s": check_ttl("result_ttl_s", result_ttl_s),
+            "log_ttl_s": check_ttl("log_ttl_s", log_ttl_s),
         }
         self._silence_s = check_seconds("silence_s", silence_s)
         self._broker = redis_url

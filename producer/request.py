@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenfleet.producer import wire
-from tokenfleet.producer.checks import are_token_ids, check_plain, is_int, is_number, is_text
+from tokenfleet.producer.checks import (
+    MOST_S,
+    are_token_ids,
+    check_plain,
+    is_int,
+    is_number,
+    is_text,
+)
 from tokenfleet.producer.errors import InvalidJob, UndecodableJob
 from tokenfleet.producer.keys import PRIORITIES, check_name
 from tokenfleet.producer.sampling_params import SamplingParams
@@ -18,7 +25,6 @@ from tokenfleet.producer.sampling_params import SamplingParams
 MAX_JOB_BYTES = 256 * 1024
 """Largest packed job, unless the client is told otherwise."""
 
-_MAX_SECONDS = 10 * 365 * 86400.0
 _ON_DISCONNECT = ("continue", "cancel")
 
 
@@ -154,7 +160,7 @@ def _check_times(job: JobRequest) -> None:
         value = getattr(job, name)
         if name == "deadline_s" and value is None:
             continue
-        if not is_number(value) or not low <= value <= _MAX_SECONDS:
+        if not is_number(value) or not low <= value <= MOST_S:
             raise InvalidJob(name, value, f"must be seconds, {low:g} or more and at most ten years")
     failures = job.max_failures
     if failures is not None and not (is_int(failures) and 0 <= failures <= 1000):

@@ -23,6 +23,7 @@ from pydantic_settings import (
 from tokenfleet.engine.config import EngineConfig
 from tokenfleet.engine.errors import ConfigError
 from tokenfleet.producer.address import parse_address
+from tokenfleet.producer.checks import MOST_S
 from tokenfleet.producer.errors import BrokerUnsupported, InvalidJob
 
 ENV_PREFIX = "TOKENFLEET_"
@@ -34,6 +35,7 @@ NOT_SETTINGS = frozenset(
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Kept = Annotated[float, Field(ge=0.001, le=MOST_S, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -92,7 +94,7 @@ class WorkerSettings(BaseSettings):
     """fp8, int8 (on a CPU): half the memory of 16 bits; auto = int8 beside quantization int8, else
     the model's."""
 
-    lease_s: Positive = 30.0
+    lease_s: Annotated[float, Field(ge=0.1, le=MOST_S, allow_inf_nan=False)] = 30.0
     """How long a job stays this worker's without a renewal; others wait this long after a crash."""
     grace_s: NotNegative = 30.0
     """After SIGTERM, how long running jobs may go on before they are handed back."""
@@ -109,9 +111,9 @@ class WorkerSettings(BaseSettings):
     """How often one batch job may be put back for a more urgent job; 0 = never."""
     max_failures: Annotated[int, Field(ge=0)] = 3
     """Failures without progress after which a job is dead-lettered (a job may bring its own)."""
-    result_ttl_s: Positive = 86_400.0
+    result_ttl_s: Kept = 86_400.0
     """How long a result can be asked for."""
-    log_ttl_s: Positive = 3_600.0
+    log_ttl_s: Kept = 3_600.0
     """How long an ended job's event log can be replayed."""
 
     health_host: str = "127.0.0.1"

@@ -161,8 +161,8 @@ def test_an_error_gets_whole_to_another_process(error: TokenfleetError, again: A
     [
         *({"connect_timeout_s": value} for value in (0, -1, None, "5", math.nan)),
         *({"silence_s": value} for value in (0, None)),
-        *({"result_ttl_s": value} for value in (-1, None, "x", math.nan)),
-        *({"log_ttl_s": value} for value in (0, math.inf)),
+        *({"result_ttl_s": value} for value in (-1, None, "x", math.nan, 1e9, 1e300)),
+        *({"log_ttl_s": value} for value in (0, 1e-9, math.inf, 1e16)),
         *({"partitions": value} for value in (0, -1, "2", True, 10**6)),
         *({"max_job_bytes": value} for value in (0, None)),
         *({"namespace": value} for value in ("a:b", None)),

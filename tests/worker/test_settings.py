@@ -55,6 +55,10 @@ def test_flags_come_before_environment_before_file_before_defaults(
     ("name", "value"),
     [
         ("lease_s", "0"),
+        ("lease_s", "0.0001"),
+        ("lease_s", "1e16"),
+        ("result_ttl_s", "1e-9"),
+        ("log_ttl_s", "1e16"),
         ("grace_s", "-1"),
         ("flush_interval_ms", "soon"),
         ("max_num_seqs", "0"),
