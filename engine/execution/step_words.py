@@ -18,6 +18,8 @@ from tokenfleet.kernels.sampling import SamplingRows
 from tokenfleet.kernels.step import StepTokens
 
 _TOKEN_ROWS, _SEQUENCE_ROWS = 4, 8
+_NO_TOP_K = (1 << 31) - 1
+"""Beyond every vocabulary: off."""
 
 
 class StepWords:
@@ -71,7 +73,8 @@ class HostWords:
         self._min_p = self._sequences[7].view(np.float32)
         self._tokens[3] = spare
         self._sequences[0] = spare
-        self._sequences[3:5] = 1  # greedy, top-k of one
+        self._sequences[3] = 1  # greedy
+        self._sequences[4] = _NO_TOP_K  # a filter would be looked for in every row of padding
         self._sequences[6].view(np.float32)[:] = 1.0
         if bucket.decode:  # a padding sequence has a row in a decode step, and none in a mixed one
             self._starts[:] = np.arange(S + 1)

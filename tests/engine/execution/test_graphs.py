@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tokenfleet.engine import EngineConfig, EngineRequest, SamplingParams
 from tokenfleet.engine.execution.buckets import decode_buckets, mixed_buckets
 from tokenfleet.engine.execution.capture import HostRead, RecordedCapture
+from tokenfleet.engine.execution.step_words import StepWords
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=6, temperature=0.8, top_k=40, top_p=0.9, seed=4, ignore_eos=True)
@@ -129,6 +130,18 @@ def test_no_tensor_of_a_graph_is_rebound(path, make_core, play, recorded):
     before = addresses()
     play(core, PROMPTS, [GREEDY, DRAWN, PENALISED] * 3)
     assert addresses() == before
+
+
+def test_no_filter_is_looked_for_in_rows_of_padding(path, make_core, recorded):
+    """A search reads a row's logits many times, and a mixed step has mostly rows of padding."""
+    graphs = make_core(path, recorded).runner.model.graphs
+    for bucket, replays in graphs._replays.items():
+        words = StepWords(bucket, torch.device("cpu"))
+        words.data.copy_(torch.from_numpy(replays.inputs.padding))
+        rows = words.sampling_rows()
+        assert bool((rows.top_k >= 259).all())
+        assert (rows.top_p.unique().tolist(), rows.min_p.unique().tolist()) == ([1.0], [0.0])
+        assert bool((words.greedy == 1).all())
 
 
 def test_nothing_is_allocated_for_a_replayed_step(path, make_core, play, recorded):
