@@ -82,6 +82,7 @@ class Dispatcher:
             job = self._own(one, asked_at)
             if is_short(one):
                 self._prepare_here(job)
+                self.launcher.at_once()
             else:
                 self._spawn(self._prepare(job))
         self.launcher.soon()
@@ -130,11 +131,18 @@ class Dispatcher:
 
     # the engine speaks
 
-    def heard(self, batch: Batch) -> None:
-        """Act on what the engine said."""
-        freed = False
-        for event in sorted(batch.events, key=self._has_begun):
-            freed = self._heard_event(event) or freed
+    async def heard(self, batch: Batch) -> None:
+        """Act on what the engine said. One batch at a time.
+
+        First tokens come first: they are on their way to Redis while the other tokens, of which a
+        step makes many, are turned into text.
+        """
+        first, others = self._by_haste(batch.events)
+        freed = self._heard_events(first)
+        if first and others:
+            await asyncio.sleep(0)  # the publisher writes,
+            await asyncio.sleep(0)  # and the loop sends it
+        freed = self._heard_events(others) or freed
         for refusal in batch.refusals:
             if job := self._roster.by_engine_id(refusal.id):
                 self._fail(job, refusal.code, refusal.message)
@@ -149,11 +157,21 @@ class Dispatcher:
             self._roster.touch()
         self.launcher.heard()
 
-    def _has_begun(self, event: StepEvent) -> bool:
-        """False sorts first: first tokens are logged, announced and read before the others, of
-        which a step makes many."""
-        job = self._roster.by_engine_id(event.id)
-        return job is None or job.first_token_at is not None
+    def _by_haste(self, events: Iterable[StepEvent]) -> tuple[list[StepEvent], list[StepEvent]]:
+        """Events of jobs that have made no token yet, and the others."""
+        first: list[StepEvent] = []
+        others: list[StepEvent] = []
+        for event in events:
+            job = self._roster.by_engine_id(event.id)
+            begun = job is None or job.first_token_at is not None
+            (others if begun else first).append(event)
+        return first, others
+
+    def _heard_events(self, events: Iterable[StepEvent]) -> bool:
+        freed = False
+        for event in events:
+            freed = self._heard_event(event) or freed
+        return freed
 
     def _heard_event(self, event: StepEvent) -> bool:
         """Returns whether a slot may have come free or a suspect is cleared."""

@@ -1,7 +1,7 @@
 """When jobs that are ready go to the engine, and whether it has work.
 
-Invariant: jobs made ready in one turn of the loop are given together, for one step; of those that
-may kill an engine, one runs at a time.
+Invariant: jobs made ready in one turn of the loop are given together, for one step, or as many of
+them as fill it; of those that may kill an engine, one runs at a time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class Engine(Protocol):
 
     def add(self, request: EngineRequest) -> None: ...
     def abort(self, id: str, choice: int | None = None) -> None: ...
+    def flush(self) -> None: ...
 
 
 class Launcher:
@@ -56,11 +57,18 @@ class Launcher:
         self._forget_due()
         self._due = loop.call_soon(self.now)
 
+    def at_once(self) -> None:
+        """Launch what is ready if it fills a step and the engine has nothing to do: it begins while
+        more is made ready."""
+        if self.working_since is None and self._tokens_ready() >= self._step_tokens:
+            self.now()
+
     def now(self) -> None:
         """Launch every job that is ready."""
         self._forget_due()
         if self.engine is None:
             return
+        added = False
         suspects = any(j.suspect and j.stage is Stage.RUNNING for j in self._roster)
         for job in self._roster:
             if job.stage is not Stage.READY or (job.suspect and suspects):
@@ -70,6 +78,9 @@ class Launcher:
                 self.working_since = self._clock()
             job.move(Stage.RUNNING)
             self.engine.add(job.request)
+            added = True
+        if added:
+            self.engine.flush()
 
     def abort(self, job: Job) -> None:
         """Stop a job that runs in the engine."""

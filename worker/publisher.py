@@ -1,4 +1,5 @@
-"""Brings events into the jobs' logs: the first token at once, later ones together, the end last.
+"""Brings events into the jobs' logs: the first token at once and before those of other jobs, later
+ones together, the end last.
 
 Each partition has a lane of its own, with one flush on its way at a time: a server that says
 nothing keeps the tokens of its own partitions, and nobody else's. What the engine makes meanwhile
@@ -135,14 +136,20 @@ class _Lane:
         self._owner = owner
         self._interval_s = flush_interval_s
         self._flushed = flushed
+        self._hurried: dict[str, Job] = {}
+        """Jobs with a first token: they go before the others, in a call of their own."""
         self._dirty: dict[str, Job] = {}
+        """The others that have something to publish."""
         self._some = asyncio.Event()
         self._urgent = asyncio.Event()
         self._last_flush = 0.0
         self._flushing = asyncio.Lock()
 
     def touch(self, job: Job, *, urgent: bool = False) -> None:
-        self._dirty[job.engine_id] = job
+        if urgent:
+            self._hurried[job.engine_id] = job
+        else:
+            self._dirty[job.engine_id] = job
         if not self._some.is_set():
             self._some.set()
         if urgent or job.ending is not None:
@@ -150,7 +157,7 @@ class _Lane:
 
     @property
     def idle(self) -> bool:
-        return not self._dirty
+        return not self._dirty and not self._hurried
 
     async def run(self) -> None:
         while True:
@@ -180,8 +187,15 @@ class _Lane:
             return
 
     async def _flush(self) -> bool:
+        self._last_flush = time.monotonic()
+        hurried, self._hurried = self._hurried.values(), {}
+        if hurried and not await self._send(hurried):
+            return False
         jobs, self._dirty = self._dirty.values(), {}
-        started = self._last_flush = time.monotonic()
+        return await self._send(jobs)
+
+    async def _send(self, jobs: Iterable[Job]) -> bool:
+        started = time.monotonic()
         ended, logging = _sorted(jobs)
         calls = [self._finish(job) for job in ended]
         if logging:

@@ -133,7 +133,7 @@ class EngineHost:
         watch = asyncio.create_task(self._watch(handle))
         try:
             async for batch in handle.batches():
-                self._dispatcher.heard(batch)
+                await self._dispatcher.heard(batch)
         finally:
             watch.cancel()
             self._dispatcher.launcher.died()

@@ -219,12 +219,19 @@ class EngineHandle:
         """Frames of one turn of the loop leave together: the child acts on all of them before its
         next step, and not on the first one alone."""
         if not self._unsent:
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self.flush)
         self._unsent.append(frames.encode(kind, *fields))
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Let what waits leave now, past a loop that sends at the end of its turn."""
         unsent, self._unsent = b"".join(self._unsent), []
-        if self._writer is not None and not self._writer.is_closing():
+        if not unsent or self._writer is None or self._writer.is_closing():
+            return
+        assert self._child is not None
+        if self._writer.transport.get_write_buffer_size() == 0:
+            with contextlib.suppress(OSError):  # the transport finds out, and says so
+                unsent = unsent[self._child.socket.send(unsent) :]
+        if unsent:
             self._writer.write(unsent)
 
 

@@ -55,6 +55,9 @@ class ScriptedEngine:
     def add(self, request: EngineRequest) -> None:
         self.requests[request.id.rpartition("/")[0]] = request
 
+    def flush(self) -> None:
+        """What is added here has arrived."""
+
     def abort(self, id: str, choice: int | None = None) -> None:
         """As an engine does: one event "cancelled" for each choice that it stops."""
         self.aborted.append((id.rpartition("/")[0], choice))
