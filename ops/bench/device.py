@@ -59,6 +59,8 @@ PARTS = (
 def main(arguments: Sequence[str]) -> int:
     """Run the parts; 0 when none of the checks failed."""
     options = _parsed(arguments)
+    with suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     names = options.parts.split(",") if options.parts else [part.name for part in PARTS]
     started = time.monotonic()
     report: dict[str, Any] = {"dry_run": options.dry_run, "parts": {}}
@@ -70,12 +72,24 @@ def main(arguments: Sequence[str]) -> int:
             _write(options.out, report)
 
         left = options.limit_s - (time.monotonic() - started)
-        keep(_run(part, left, options, keep))
+        why = _useless(report["parts"])
+        skipped = {"status": "skipped", "why": why, "found": []}
+        keep(skipped if why else _run(part, left, options, keep))
         _say(part.name, report["parts"][part.name])
     print(table(report))
+    if why := _useless(report["parts"]):
+        print(why)
     bad = [n for n, part in report["parts"].items() if part["status"] == "failed"]
     print(f"{options.out}: {'failed: ' + ', '.join(bad) if bad else 'no check failed'}")
     return 1 if bad else 0
+
+
+def _useless(parts: dict[str, Any]) -> str | None:
+    """Why no further part can find anything; None while it may."""
+    machine = parts.get("machine", {"status": "ok", "found": []})
+    if machine["status"] == "failed" and not machine["found"]:
+        return "the part `machine` could not begin: its log says why"
+    return next((one["why"] for one in machine["found"] if one["what"] == "no device"), None)
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import platform
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from device_common import Findings, copy_ceiling, seconds_of
 
+LEAST = {"torch": (2, 11), "triton": (3, 6), "transformers": (5, 17)}
+"""Versions; what is older is a figure that fails, and everything is tried all the same."""
+
 
 def machine(findings: Findings, device: torch.device) -> None:
     """Versions and hardware, then the fastest copy and the fastest product of each dtype."""
-    about(findings, device)
+    with findings.attempt("about"):
+        findings.put("about", **_about(device))
+    for name, least in LEAST.items():
+        with findings.attempt("version", name=name):
+            _check_version(findings, name, least, needed=name != "triton" or device.type == "cuda")
     with findings.attempt("copy"):
         size = (2 << 30) if device.type == "cuda" else (8 << 20)
         findings.put("copy", gb_s=copy_ceiling(device, size) / 1e9)
@@ -21,28 +34,56 @@ def machine(findings: Findings, device: torch.device) -> None:
             product_ceiling(findings, device, dtype)
 
 
-def about(findings: Findings, device: torch.device) -> None:
+def _about(device: torch.device) -> dict[str, Any]:
     """Versions and hardware."""
-    import transformers
-
-    figures = {
+    figures: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
         "device": device.type,
+        "cpus": os.cpu_count(),
+        "compiler": shutil.which("cc") or shutil.which("gcc"),  # triton before 3.7 needs one
     }
-    if device.type == "cuda":
-        import triton
+    if device.type != "cuda":
+        return figures
+    found, (free, _) = torch.cuda.get_device_properties(device), torch.cuda.mem_get_info(device)
+    return figures | {
+        "cuda": torch.version.cuda,
+        "gpu": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "memory_gib": round(found.total_memory / (1 << 30), 1),
+        "free_gib": round(free / (1 << 30), 1),
+        "multiprocessors": found.multi_processor_count,
+        "driver": _driver(),
+    }
 
-        found = torch.cuda.get_device_properties(device)
-        figures |= {
-            "triton": triton.__version__,
-            "cuda": torch.version.cuda,
-            "gpu": found.name,
-            "memory_gib": round(found.total_memory / (1 << 30), 1),
-            "multiprocessors": found.multi_processor_count,
-        }
-    findings.put("about", **figures)
+
+def _driver() -> str:
+    """Version, clocks and limits as the driver tells them."""
+    asked = "driver_version,clocks.max.sm,clocks.max.mem,power.limit,mig.mode.current"
+    command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"not told: {error!r}"[:200]
+
+
+def _check_version(findings: Findings, name: str, least: tuple[int, int], *, needed: bool) -> None:
+    if not needed:
+        return
+    found = importlib.import_module(name).__version__
+    numbers = [int(part) for part in re.findall(r"\d+", found)[:2]]
+    findings.put("version", name=name, found=found, ok=tuple(numbers) >= least)
+
+
+def why_no_device() -> str:
+    """What torch says of a CUDA device that it does not find."""
+    try:
+        torch.zeros(1, device="cuda")
+    except (RuntimeError, AssertionError) as error:
+        return f"torch {torch.__version__} finds no CUDA device: {error}"[:1000]
+    return f"torch {torch.__version__} finds no CUDA device and does not say why"
 
 
 def product_ceiling(findings: Findings, device: torch.device, dtype: torch.dtype) -> None:
@@ -88,8 +129,16 @@ def kernels(findings: Findings, device: torch.device) -> None:
             )
 
 
-if __name__ == "__main__":
-    part, lines, *more = sys.argv[1:]
-    on_cpu = "--dry-run" in more or not torch.cuda.is_available()
+def main(part: str, lines: str, *more: str) -> int:
+    """Run one part; 1 where there is nothing to run it on."""
+    findings, dry = Findings(Path(lines)), "--dry-run" in more
+    if not dry and not torch.cuda.is_available():
+        findings.put("no device", ok=False, why=why_no_device())
+        return 1
     run = {"machine": machine, "kernels": kernels}[part]
-    run(Findings(Path(lines)), torch.device("cpu" if on_cpu else "cuda"))
+    run(findings, torch.device("cpu" if dry else "cuda"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

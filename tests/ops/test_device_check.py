@@ -66,6 +66,7 @@ def test_every_part_runs_on_a_bare_box_and_writes_its_figures(tmp_path):
     whats = {one["what"] for one in found}
     assert {
         "about",
+        "version",
         "copy",
         "product",
         "compiled",
@@ -123,6 +124,24 @@ def test_a_part_that_hangs_or_dies_costs_its_own_figures_only_and_leaves_nobody_
     assert [len(part["found"]) for part in report.values()] == [1, 1, 2]
     while alive(Path("/proc", (tmp_path / "child").read_text(), "stat")):
         time.sleep(0.01)
+
+
+def test_without_a_device_the_check_says_why_and_tries_nothing_else(tmp_path):
+    out = tmp_path / "report.json"
+    ran = subprocess.run(
+        [ROOT / "ops" / "device_check.sh", "--out", out, "--parts", "machine,engine-8B,kernels"],
+        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHON": sys.executable,
+             "CUDA_VISIBLE_DEVICES": ""},
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 1
+    parts = json.loads(out.read_text())["parts"]
+    states = {"machine": "failed", "engine-8B": "skipped", "kernels": "skipped"}
+    assert {name: part["status"] for name, part in parts.items()} == states
+    (missing,) = parts["machine"]["found"]
+    assert "finds no CUDA device: " in missing["why"]
+    assert missing["why"] == parts["kernels"]["why"]
+    assert missing["why"] in ran.stdout
 
 
 def test_results_of_tests_are_known_before_the_last_one_ends(monkeypatch):
