@@ -64,7 +64,7 @@ class ConstraintCompiler:
     Args:
         tokenizer_json: gives the content of tokenizer.json when it is first needed.
         vocab_size: tokens that a mask covers.
-        eos_token_ids: tokens that end an output.
+        eos_token_ids: tokens that end an output; those beyond the vocabulary never come.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ConstraintCompiler:
     ) -> None:
         self._tokenizer_json = tokenizer_json
         self.vocab_size = vocab_size
-        self._eos_token_ids = sorted(eos_token_ids)
+        self._eos_token_ids = sorted(id for id in eos_token_ids if 0 <= id < vocab_size)
 
     def compile(self, wanted: Mapping[str, Any]) -> Constraint:
         """A constraint at its start, from {"json" | "regex" | "choice" | "grammar": ...}.

@@ -6,7 +6,6 @@ is none. A file that cannot be read is a CheckpointError that names it.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from tokenfleet.engine.errors import CheckpointError, unreadable
+from tokenfleet.engine.json_files import eos_token_ids, read_json_if_there
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
@@ -39,25 +39,15 @@ class TokenizerFiles:
         """
         path = Path(path)
         try:
-            config = _read_json(path / "tokenizer_config.json")
+            config = read_json_if_there(path / "tokenizer_config.json")
             return cls(
                 _load_tokenizer(path),
-                _eos_ids(path),
+                frozenset(eos_token_ids(path)),
                 _chat_template(path, config),
                 _named_tokens(config),
             )
         except (OSError, UnicodeDecodeError) as error:
             raise unreadable(path, error) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON: {error}; copy the file again") from error
-    return content if isinstance(content, dict) else {}
 
 
 def _load_tokenizer(path: Path) -> Tokenizer:
@@ -77,14 +67,6 @@ def _load_tokenizer(path: Path) -> Tokenizer:
         raise CheckpointError(
             f"{path} has no tokenizer that can be read ({error}); it needs tokenizer.json"
         ) from error
-
-
-def _eos_ids(path: Path) -> frozenset[int]:
-    for name in ("generation_config.json", "config.json"):
-        eos = _read_json(path / name).get("eos_token_id")
-        if eos is not None:
-            return frozenset([eos] if isinstance(eos, int) else eos)
-    return frozenset()
 
 
 def _chat_template(path: Path, config: dict[str, Any]) -> str | None:

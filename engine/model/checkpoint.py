@@ -8,6 +8,7 @@ refuses what nobody took.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os.path import lexists
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,11 +17,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tokenfleet.engine.errors import CheckpointError, unreadable
-from tokenfleet.engine.model.config_file import read_json
+from tokenfleet.engine.json_files import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _FLOATS = ("F32", "F16", "BF16")
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias")  # buffers that old exports saved
 
 
@@ -125,9 +127,9 @@ class Checkpoint:
 
 
 def _read_entries(path: Path) -> dict[str, Entry]:
-    if (path / INDEX).exists():
+    if lexists(path / INDEX):  # a link to nowhere is read too, and named
         return _indexed(path)
-    if (path / SINGLE).exists():
+    if lexists(path / SINGLE):
         return _read_header(path / SINGLE)
     shards = sorted(p.name for p in path.glob("*.safetensors"))
     if shards:
@@ -179,7 +181,7 @@ def _read_header(file: Path) -> dict[str, Entry]:
             header.pop("__metadata__", None)
             entries = {name: _entry(file, fields) for name, fields in header.items()}
             ends = {name: 8 + length + fields["data_offsets"][1] for name, fields in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except _MALFORMED as error:
             raise CheckpointError(f"{file}: its header cannot be read: {error!r}") from error
     _check_length(file, size, ends, 8 + length)
     return entries

@@ -1,13 +1,11 @@
-"""A checkpoint's JSON files, read and brought to one spelling.
+"""A checkpoint's config.json, brought to one spelling.
 
 What comes out is what transformers' config classes would hold: the same defaults, the same meaning
 of older spellings. The classes themselves are not imported (that costs seconds at every start); a
 test compares with them instead.
 """
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,21 +14,6 @@ from tokenfleet.engine.model.defaults import DEFAULTS, REQUIRED
 from tokenfleet.engine.model.rope import longest_context
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError, naming the file."""
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} does not exist; `model` must be a directory with a Hugging Face checkpoint"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")
-    return content
 
 
 def resolve(raw: Mapping[str, Any]) -> SimpleNamespace:
@@ -101,17 +84,6 @@ def model_length(ropes: list[Mapping[str, Any]], limit: int, wanted: int | None)
             f"max_model_len must be between 1 and {longest} for this model, got {wanted}"
         )
     return wanted
-
-
-def end_tokens(path: Path, default: int | list[int] | None) -> tuple[int, ...]:
-    """generation_config.json's eos_token_id, one or several; `default` when it has none."""
-    file = path / "generation_config.json"
-    ids = read_json(file).get("eos_token_id") if file.exists() else None
-    if ids is None:
-        ids = default
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list) else (ids,)
 
 
 def dtype_name(raw: Mapping[str, Any]) -> str:

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from tokenfleet.engine.errors import UnsupportedModel
+from tokenfleet.engine.json_files import eos_token_ids, read_json
 from tokenfleet.engine.model.config_file import (
-    end_tokens,
     flat_rope,
     model_length,
     nested_rope,
-    read_json,
     resolve,
 )
 from tokenfleet.engine.model.defaults import DEFAULTS, is_known
@@ -46,9 +45,9 @@ def read_spec(path: Path, *, max_model_len: int | None = None) -> ModelSpec:
             f"num_attention_heads = {spec.num_q_heads} is no multiple of"
             f" num_key_value_heads = {spec.num_kv_heads}"
         )
-    return replace(
-        spec, eos_token_ids=end_tokens(path, config.eos_token_id), fp8=read_quantization(raw)
-    )
+    ending = eos_token_ids(path, config.eos_token_id)
+    ending = tuple(token for token in ending if 0 <= token < spec.vocab_size)  # others never come
+    return replace(spec, eos_token_ids=ending, fp8=read_quantization(raw))
 
 
 # ---------------------------------------------------------------- the families

@@ -35,7 +35,9 @@ def read_quantization(raw: Mapping[str, Any]) -> Fp8Spec | None:
     config = raw.get("quantization_config") or raw.get("compression_config")
     if not config:
         return None
-    method = config.get("quant_method")
+    if not isinstance(config, Mapping):
+        raise UnsupportedModel(f"quantization_config must be an object, got {config!r:.100}")
+    method = str(config.get("quant_method"))
     readers = {"fp8": _fp8, "compressed-tensors": _compressed_tensors}
     if method not in readers:
         raise UnsupportedModel(
