@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -64,6 +65,17 @@ Namespace = Annotated[
 ]
 DEFAULT_URL = "redis://localhost:6379/0"
 DEFAULT_NAMESPACE = "tokenfleet"
+
+
+@dataclass(frozen=True, slots=True)
+class Broker:
+    """Where a fleet is: options of every command that talks to Redis."""
+
+    redis_url: RedisUrl = DEFAULT_URL
+    namespace: Namespace = DEFAULT_NAMESPACE
+
+
+BROKER = Broker()
 CONNECT_TIMEOUT_S = 3.0
 """How long a command tries to reach Redis."""
 PARTITIONS = "TOKENFLEET_PARTITIONS"
@@ -111,31 +123,28 @@ def _partitions() -> int | None:
     return int(said) if said else None
 
 
-def new_client(redis_url: str, namespace: str, tenant: str = "default") -> AsyncClient:
+def new_client(broker: Broker, tenant: str = "default") -> AsyncClient:
     """A client of the fleet, not connected yet."""
     from tokenfleet.producer.client import AsyncClient
 
     return AsyncClient(
-        redis_url,
-        namespace=namespace,
+        broker.redis_url,
+        namespace=broker.namespace,
         tenant=tenant,
         connect_timeout_s=CONNECT_TIMEOUT_S,
         partitions=_partitions(),
     )
 
 
-async def with_client(
-    work: Callable[[AsyncClient], Awaitable[int]], redis_url: str, namespace: str
-) -> int:
+async def with_client(work: Callable[[AsyncClient], Awaitable[int]], broker: Broker) -> int:
     """The work's exit code, with a client that is closed afterwards."""
-    async with new_client(redis_url, namespace) as client:
+    async with new_client(broker) as client:
         return await work(client)
 
 
 async def with_connection(
     work: Callable[[Connection], Awaitable[int]],
-    redis_url: str,
-    namespace: str,
+    broker: Broker,
     *,
     ready: bool = True,
 ) -> int:
@@ -147,8 +156,8 @@ async def with_connection(
     from tokenfleet.producer.connection import Connection
 
     connection = Connection(
-        redis_url,
-        namespace=namespace,
+        broker.redis_url,
+        namespace=broker.namespace,
         connect_timeout_s=CONNECT_TIMEOUT_S,
         partitions=_partitions(),
     )

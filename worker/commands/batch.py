@@ -6,22 +6,21 @@ batch that `resume` takes up, and running the same command again does the same.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tokenfleet.worker.commands import base, batch_base
-from tokenfleet.worker.commands.base import Namespace, Output, OutputOption, RedisUrl
-from tokenfleet.worker.commands.batch_base import InFlight, PatienceS, Plain, TimeoutS, Way
-from tokenfleet.worker.commands.jobs import Priority
+from tokenfleet.worker.commands.base import Broker, Output, OutputOption
+from tokenfleet.worker.commands.batch_base import PatienceS, Plain, Way
+from tokenfleet.worker.commands.jobs import Priority, PriorityOption, Tenant
 
 if TYPE_CHECKING:
     from tokenfleet.producer.batch import (
         Batch,
-        BatchFiles,
         BatchSettings,
         FileReport,
         FileRules,
@@ -43,115 +42,118 @@ class Form(StrEnum):
 Input = Annotated[
     Path, typer.Argument(help="JSONL: OpenAI Batch requests, or prompts.", show_default=False)
 ]
-OutputFile = Annotated[
-    Path | None, typer.Option("--output-file", help="Default: INPUT.output.jsonl.")
-]
-ErrorFile = Annotated[
-    Path | None, typer.Option("--error-file", help="Default: INPUT.errors.jsonl.")
-]
-Model = Annotated[str | None, typer.Option(help="Run every line on this model, whatever it names.")]
-Endpoint = Annotated[
-    str | None, typer.Option(help="Every line must have this url; default: the first line's.")
-]
-FormOption = Annotated[Form, typer.Option("--format", help="auto: as the first line looks.")]
-RawPrompts = Annotated[
-    bool,
-    typer.Option("--raw/--chat", help="Prompts as they are, or as chat messages."),
-]
-MaxTokens = Annotated[int | None, typer.Option(min=0, help="For lines that do not say.")]
-Temperature = Annotated[float | None, typer.Option(min=0, help="For lines that do not say.")]
-MaxLines = Annotated[int, typer.Option(min=1, help="Refuse longer files.")]
-SkipInvalid = Annotated[
-    bool, typer.Option("--skip-invalid", help="Faulty lines go to the error file.")
-]
-Ordered = Annotated[bool, typer.Option("--ordered", help="Write in the order of the input.")]
-Tenant = Annotated[str, typer.Option(envvar="TOKENFLEET_TENANT")]
-WindowS = Annotated[
-    float | None, typer.Option(min=1, help="Lines that have not ended after this long expire.")
-]
 MILLION = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """How a file is read, and what its lines get that do not say."""
+
+    model: Annotated[
+        str | None, typer.Option(help="Run every line on this model, whatever it names.")
+    ] = None
+    endpoint: Annotated[
+        str | None, typer.Option(help="Every line must have this url; default: the first line's.")
+    ] = None
+    form: Annotated[Form, typer.Option("--format", help="auto: as the first line looks.")] = (
+        Form.AUTO
+    )
+    raw: Annotated[
+        bool,
+        typer.Option("--raw/--chat", help="Prompts continued as they are, or as chat messages."),
+    ] = False
+    max_tokens: Annotated[
+        int | None, typer.Option(min=0, help="Most output tokens of lines that do not say.")
+    ] = None
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Of lines that do not say; 0: the likeliest token.")
+    ] = None
+    max_lines: Annotated[int, typer.Option(min=1, help="Refuse longer files.")] = MILLION
+
+    def rules(self) -> FileRules:
+        """The same for the library. Exits with 2 at an endpoint that is none."""
+        from tokenfleet.producer.batch import ENDPOINTS, FileRules
+        from tokenfleet.producer.batch import Form as FileForm
+
+        if self.endpoint is not None and self.endpoint not in ENDPOINTS:
+            raise typer.BadParameter(f"must be {' or '.join(ENDPOINTS)}", param_hint="--endpoint")
+        given = {"max_tokens": self.max_tokens, "temperature": self.temperature}
+        return FileRules(
+            endpoint=self.endpoint,
+            model=self.model,
+            form=FileForm(self.form.value),
+            raw_prompts=self.raw,
+            defaults={name: value for name, value in given.items() if value is not None},
+            max_lines=self.max_lines,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """Where a batch writes, and how its jobs stand in the queue. Fixed when it is begun."""
+
+    output_file: Annotated[
+        Path | None, typer.Option(help="Responses.", show_default="INPUT.output.jsonl")
+    ] = None
+    error_file: Annotated[
+        Path | None, typer.Option(help="Failed lines.", show_default="INPUT.errors.jsonl")
+    ] = None
+    skip_invalid: Annotated[
+        bool,
+        typer.Option("--skip-invalid", help="Faulty lines go to the error file, the others run."),
+    ] = False
+    ordered: Annotated[bool, typer.Option("--ordered", help="Write in the order of the input.")] = (
+        False
+    )
+    priority: PriorityOption = Priority.BATCH
+    tenant: Tenant = "default"
+    window_s: Annotated[
+        float | None, typer.Option(min=1, help="Lines that have not ended after this long expire.")
+    ] = None
+
+    def settings(self) -> BatchSettings:
+        """The same for the library."""
+        from tokenfleet.producer.batch import BatchSettings
+
+        return BatchSettings(
+            skip="all" if self.skip_invalid else "none",
+            ordered=self.ordered,
+            priority=self.priority.value,
+            tenant=self.tenant,
+            window_s=self.window_s,
+        )
+
+
+REQUESTS, MANNER = Requests(), Manner()
 
 
 def batch_run(
     input: Input,
-    output_file: OutputFile = None,
-    error_file: ErrorFile = None,
-    model: Model = None,
-    endpoint: Endpoint = None,
-    form: FormOption = Form.AUTO,
-    raw: RawPrompts = False,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    max_lines: MaxLines = MILLION,
-    skip_invalid: SkipInvalid = False,
-    ordered: Ordered = False,
-    priority: Annotated[Priority, typer.Option()] = Priority.BATCH,
-    tenant: Tenant = "default",
-    window_s: WindowS = None,
-    in_flight: InFlight = 4096,
-    patience_s: PatienceS = 300.0,
-    timeout_s: TimeoutS = None,
-    plain: Plain = False,
-    redis_url: RedisUrl = base.DEFAULT_URL,
-    namespace: Namespace = base.DEFAULT_NAMESPACE,
+    requests: Requests = REQUESTS,
+    manner: Manner = MANNER,
+    way: Way = batch_base.WAY,
+    broker: Broker = base.BROKER,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Run a file to its end; run again after a kill, it goes on where it was."""
-    files = _files(input, output_file, error_file, output)
-    rules = _rules(
-        model, endpoint, form, max_lines, raw=raw, max_tokens=max_tokens, temperature=temperature
-    )
-    settings = _settings(
-        skip_invalid=skip_invalid,
-        ordered=ordered,
-        priority=priority.value,
-        tenant=tenant,
-        window_s=window_s,
-    )
-    batch = _prepared(files, rules, settings, output)
-
-    way = Way(in_flight, patience_s, timeout_s, plain)
-    batch_base.run_to_end(batch, output, redis_url, namespace, way)
+    batch = _prepared(input, requests, manner, output)
+    batch_base.run_to_end(batch, output, broker, way)
 
 
 def batch_submit(
     input: Input,
-    output_file: OutputFile = None,
-    error_file: ErrorFile = None,
-    model: Model = None,
-    endpoint: Endpoint = None,
-    form: FormOption = Form.AUTO,
-    raw: RawPrompts = False,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    max_lines: MaxLines = MILLION,
-    skip_invalid: SkipInvalid = False,
-    ordered: Ordered = False,
-    priority: Annotated[Priority, typer.Option()] = Priority.BATCH,
-    tenant: Tenant = "default",
-    window_s: WindowS = None,
+    requests: Requests = REQUESTS,
+    manner: Manner = MANNER,
     patience_s: PatienceS = 300.0,
     plain: Plain = False,
-    redis_url: RedisUrl = base.DEFAULT_URL,
-    namespace: Namespace = base.DEFAULT_NAMESPACE,
+    broker: Broker = base.BROKER,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Put all lines into the queue and return; `watch` or `results` collect.
 
     Results are kept for the workers' result_ttl_s, a day unless they were told otherwise.
     """
-    files = _files(input, output_file, error_file, output)
-    rules = _rules(
-        model, endpoint, form, max_lines, raw=raw, max_tokens=max_tokens, temperature=temperature
-    )
-    settings = _settings(
-        skip_invalid=skip_invalid,
-        ordered=ordered,
-        priority=priority.value,
-        tenant=tenant,
-        window_s=window_s,
-    )
-    batch = _prepared(files, rules, settings, output)
+    batch = _prepared(input, requests, manner, output)
 
     async def work(client: AsyncClient) -> int:
         from tokenfleet.worker.commands.batch_view import shown
@@ -161,26 +163,16 @@ def batch_submit(
         batch_base.print_glance(batch, output)
         return base.OK
 
-    base.run(base.with_client(work, redis_url, namespace), output)
+    base.run(base.with_client(work, broker), output)
 
 
 def batch_validate(
-    input: Input,
-    model: Model = None,
-    endpoint: Endpoint = None,
-    form: FormOption = Form.AUTO,
-    raw: RawPrompts = False,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    max_lines: MaxLines = MILLION,
-    output: OutputOption = Output.TEXT,
+    input: Input, requests: Requests = REQUESTS, output: OutputOption = Output.TEXT
 ) -> None:
     """Check a file: each fault with its line and code. Nothing is submitted."""
     from tokenfleet.producer.batch import Kind, check_file
 
-    rules = _rules(
-        model, endpoint, form, max_lines, raw=raw, max_tokens=max_tokens, temperature=temperature
-    )
+    rules = requests.rules()
 
     def show(problem: Problem) -> None:
         if output is Output.JSON:
@@ -196,13 +188,15 @@ def batch_validate(
         batch_base.unreadable(input, error, output)
     wrong = sum(count for kind, count in report.kinds.items() if kind is not Kind.WARNING)
     _print_report(report, wrong, rules.model or report.model, output)
+    _advise(report)
     raise typer.Exit(base.BAD_INPUT if wrong else base.OK)
 
 
 def _print_report(report: FileReport, wrong: int, model: str | None, output: Output) -> None:
     if output is Output.TEXT:
         said = f"{report.lines} line(s), {report.valid} valid, {wrong} problem(s)"
-        typer.echo(f"{said}; {report.endpoint or 'no url'}, model {model}")
+        named = "no model" if model is None else f"model {model}"
+        typer.echo(f"{said}; {report.endpoint or 'no url'}, {named}")
         return
     base.print_json(
         {
@@ -217,63 +211,35 @@ def _print_report(report: FileReport, wrong: int, model: str | None, output: Out
     )
 
 
-def _files(
-    input: Path, output_file: Path | None, error_file: Path | None, output: Output
-) -> BatchFiles:
-    from tokenfleet.producer.batch import BatchFiles
-
-    return batch_base.checked(lambda: BatchFiles.beside(input, output_file, error_file), output)
-
-
-def _rules(
-    model: str | None,
-    endpoint: str | None,
-    form: Form,
-    max_lines: int,
-    *,
-    raw: bool,
-    max_tokens: int | None,
-    temperature: float | None,
-) -> FileRules:
-    from tokenfleet.producer.batch import ENDPOINTS, FileRules
-    from tokenfleet.producer.batch import Form as FileForm
-
-    if endpoint is not None and endpoint not in ENDPOINTS:
-        raise typer.BadParameter(f"must be {' or '.join(ENDPOINTS)}", param_hint="--endpoint")
-    given = {"max_tokens": max_tokens, "temperature": temperature}
-    return FileRules(
-        endpoint=endpoint,
-        model=model,
-        form=FileForm(form.value),
-        raw_prompts=raw,
-        defaults={name: value for name, value in given.items() if value is not None},
-        max_lines=max_lines,
-    )
+def _advise(report: FileReport, *, skippable: bool = False) -> None:
+    """The ways out that a file's problems have in common."""
+    if any(p.param == "model" for p in report.problems):
+        base.note("lines that name no model run on the one that --model names")
+    if report.lines and report.codes.get("invalid_json_line") == report.lines:
+        base.note('a prompt is a JSON text in quotes, one a line: "Why is the sky blue?"')
+    elif skippable and report.valid:
+        base.note(f"--skip-invalid runs the {report.valid} valid line(s) all the same")
 
 
-def _settings(*, skip_invalid: bool, **given: Any) -> BatchSettings:
-    from tokenfleet.producer.batch import BatchSettings
-
-    return BatchSettings(skip="all" if skip_invalid else "none", **given)
-
-
-def _prepared(
-    files: BatchFiles, rules: FileRules, settings: BatchSettings, output: Output
-) -> Batch:
+def _prepared(input: Path, requests: Requests, manner: Manner, output: Output) -> Batch:
     """Check and begin, or find what was begun; exit 2 when it may not run."""
-    from tokenfleet.producer.batch import Batch, BatchRefused
+    from tokenfleet.producer.batch import Batch, BatchFiles, BatchRefused
 
+    files = batch_base.checked(
+        lambda: BatchFiles.beside(input, manner.output_file, manner.error_file), output
+    )
+    rules, settings = requests.rules(), manner.settings()
     if files.input.is_file() and files.input.stat().st_size > WORTH_A_WORD_BYTES:
         base.note(f"checking {files.input}")
     try:
         return batch_base.checked(lambda: Batch.prepare(files, rules, settings), output)
     except BatchRefused as error:
-        shown = [p for p in error.report.problems if p.kind != "warning"][:MOST_SHOWN]
+        report = error.report
+        shown = [p for p in report.problems if p.kind != "warning"][:MOST_SHOWN]
         for problem in shown:
             base.note(batch_base.sentence(problem))
-        if any(p.param == "model" for p in shown):
-            base.note("lines that name no model run on the one that --model names")
-        more = sum(error.report.codes.values()) - len(shown)
+        more = sum(report.codes.values()) - len(shown)
         if more > 0:
             base.note(f"... and {more} more; see all with: tokenfleet batch validate {files.input}")
+        _advise(report, skippable=not manner.skip_invalid)
         base.fail(error, output)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 import typer
 
 from tokenfleet.worker.commands import base
-from tokenfleet.worker.commands.base import Output
+from tokenfleet.worker.commands.base import Broker, Output
 
 if TYPE_CHECKING:
     from tokenfleet.producer.batch import Batch, Problem, Summary
@@ -29,22 +29,25 @@ Begun = Annotated[
     Path,
     typer.Argument(help="Output file of a batch that was begun, or its input.", show_default=False),
 ]
-InFlight = Annotated[int, typer.Option(min=1, help="Most jobs on their way at once.")]
-PatienceS = Annotated[float, typer.Option(min=0, help="How long Redis may be away.")]
-TimeoutS = Annotated[
-    float | None, typer.Option(min=0, help="Stop after this long; `resume` goes on.")
+PatienceS = Annotated[
+    float, typer.Option(min=0, help="How long Redis may be away before this gives up.")
 ]
-Plain = Annotated[bool, typer.Option("--plain", help="Lines even on a terminal.")]
+Plain = Annotated[bool, typer.Option("--plain", help="Lines instead of a bar, on a terminal too.")]
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a command runs a batch; see the options of these names."""
+    """How a command runs a batch to its end."""
 
-    in_flight: int
-    patience_s: float
-    timeout_s: float | None
-    plain: bool
+    in_flight: Annotated[int, typer.Option(min=1, help="Most jobs on their way at once.")] = 4096
+    patience_s: PatienceS = 300.0
+    timeout_s: Annotated[
+        float | None, typer.Option(min=0, help="Stop after this long; `resume` goes on.")
+    ] = None
+    plain: Plain = False
+
+
+WAY = Way()
 
 
 async def run_batch(batch: Batch, client: AsyncClient, output: Output, way: Way) -> int:
@@ -76,13 +79,13 @@ def _go_on(batch: Batch) -> str:
     return f"not at its end; go on with: tokenfleet batch resume {batch.files.output}"
 
 
-def run_to_end(batch: Batch, output: Output, redis_url: str, namespace: str, way: Way) -> None:
+def run_to_end(batch: Batch, output: Output, broker: Broker, way: Way) -> None:
     """Connect and run a batch, as the whole of a command."""
 
     async def work(client: AsyncClient) -> int:
         return await run_batch(batch, client, output, way)
 
-    base.run(base.with_client(work, redis_url, namespace), output)
+    base.run(base.with_client(work, broker), output)
 
 
 def opened(path: Path, output: Output) -> Batch:

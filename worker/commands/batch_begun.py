@@ -9,8 +9,8 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from tokenfleet.worker.commands import base, batch_base
-from tokenfleet.worker.commands.base import Namespace, Output, OutputOption, RedisUrl
-from tokenfleet.worker.commands.batch_base import Begun, InFlight, PatienceS, Plain, TimeoutS, Way
+from tokenfleet.worker.commands.base import Broker, Output, OutputOption
+from tokenfleet.worker.commands.batch_base import Begun, Way
 
 if TYPE_CHECKING:
     from tokenfleet.producer.client import AsyncClient
@@ -23,12 +23,8 @@ def batch_status(batch: Begun, output: OutputOption = Output.TEXT) -> None:
 
 def batch_watch(
     batch: Begun,
-    timeout_s: TimeoutS = None,
-    in_flight: InFlight = 4096,
-    patience_s: PatienceS = 300.0,
-    plain: Plain = False,
-    redis_url: RedisUrl = base.DEFAULT_URL,
-    namespace: Namespace = base.DEFAULT_NAMESPACE,
+    way: Way = batch_base.WAY,
+    broker: Broker = base.BROKER,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Follow a batch to its end; where no process is at it, take it up."""
@@ -38,40 +34,32 @@ def batch_watch(
         from tokenfleet.producer.batch import Phase
         from tokenfleet.worker.commands.batch_view import follow
 
-        async with asyncio.timeout(timeout_s):
-            glance = await follow(begun, plain=plain)
+        async with asyncio.timeout(way.timeout_s):
+            glance = await follow(begun, plain=way.plain)
         if glance.phase in (Phase.COMPLETED, Phase.CANCELLED):
             return batch_base.print_summary(await asyncio.to_thread(begun.summary), output)
         base.note("no process is at it: this one takes it up")
         await asyncio.to_thread(begun.check_input)
-        way = Way(in_flight, patience_s, timeout_s, plain)
         return await batch_base.run_batch(begun, client, output, way)
 
-    base.run(base.with_client(work, redis_url, namespace), output)
+    base.run(base.with_client(work, broker), output)
 
 
 def batch_resume(
     batch: Begun,
-    timeout_s: TimeoutS = None,
-    in_flight: InFlight = 4096,
-    patience_s: PatienceS = 300.0,
-    plain: Plain = False,
-    redis_url: RedisUrl = base.DEFAULT_URL,
-    namespace: Namespace = base.DEFAULT_NAMESPACE,
+    way: Way = batch_base.WAY,
+    broker: Broker = base.BROKER,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Go on with a batch that was killed, interrupted, submitted or cancelled."""
     begun = batch_base.opened(batch, output)
     batch_base.checked(begun.check_input, output)
-
-    way = Way(in_flight, patience_s, timeout_s, plain)
-    batch_base.run_to_end(begun, output, redis_url, namespace, way)
+    batch_base.run_to_end(begun, output, broker, way)
 
 
 def batch_results(
     batch: Begun,
-    redis_url: RedisUrl = base.DEFAULT_URL,
-    namespace: Namespace = base.DEFAULT_NAMESPACE,
+    broker: Broker = base.BROKER,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Write the results that are there by now, and what they come to."""
@@ -86,13 +74,12 @@ def batch_results(
             found = await asyncio.to_thread(begun.summary)
         return batch_base.print_summary(found, output)
 
-    base.run(base.with_client(work, redis_url, namespace), output)
+    base.run(base.with_client(work, broker), output)
 
 
 def batch_cancel(
     batch: Begun,
-    redis_url: RedisUrl = base.DEFAULT_URL,
-    namespace: Namespace = base.DEFAULT_NAMESPACE,
+    broker: Broker = base.BROKER,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """End the jobs of all lines that are not done; `resume` runs them after all."""
@@ -103,4 +90,4 @@ def batch_cancel(
         batch_base.print_glance(begun, output)
         return base.OK
 
-    base.run(base.with_client(work, redis_url, namespace), output)
+    base.run(base.with_client(work, broker), output)

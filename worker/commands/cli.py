@@ -34,6 +34,7 @@ from tokenfleet.worker.commands import rules as cli_rules
 from tokenfleet.worker.commands import top as cli_top
 from tokenfleet.worker.commands import worker as cli_worker
 from tokenfleet.worker.commands.base import Output
+from tokenfleet.worker.commands.options import flat
 
 EXAMPLES = {
     "worker": "tokenfleet worker --model ./SmolLM2-135M-Instruct --model-name smollm2",
@@ -213,7 +214,7 @@ def _add(app: typer.Typer, name: str, command: Command, group: str = "") -> None
         short_help=_first_paragraph(inspect.cleandoc(command.__doc__ or "")),
         epilog=f"Example:  {example}",
         context_settings=cli_gateway.PASS_ON if command is cli_gateway.gateway else SETTINGS,
-    )(command)
+    )(flat(command))
 
 
 def _first_paragraph(text: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenfleet.worker.commands import base
-from tokenfleet.worker.commands.base import Namespace, Output, OutputOption, RedisUrl
+from tokenfleet.worker.commands.base import Broker, Output, OutputOption
 from tokenfleet.worker.commands.queues import with_admin
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ Every = Annotated[bool, typer.Option("--all", help="All of them.")]
 
 def dead_list(
     limit: Annotated[int, typer.Option(min=1, help="At most this many, the newest.")] = 100,
-    redis_url: RedisUrl = base.DEFAULT_URL,
-    namespace: Namespace = base.DEFAULT_NAMESPACE,
+    broker: Broker = base.BROKER,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Show the jobs that were given up, and why."""
@@ -38,7 +37,7 @@ def dead_list(
         base.print_rows(COLUMNS, rows, output, empty="no dead letters")
         return base.OK
 
-    base.run(with_admin(work, redis_url, namespace), output)
+    base.run(with_admin(work, broker), output)
 
 
 def dead_show(
@@ -46,8 +45,7 @@ def dead_show(
     with_prompt: Annotated[
         bool, typer.Option("--with-prompt", help="Print what it said, too.")
     ] = False,
-    redis_url: RedisUrl = base.DEFAULT_URL,
-    namespace: Namespace = base.DEFAULT_NAMESPACE,
+    broker: Broker = base.BROKER,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Show one dead letter and what it asked for."""
@@ -62,14 +60,13 @@ def dead_show(
                 typer.echo(f"{name.replace('_', ' '):14} {value}")
         return base.OK
 
-    base.run(with_admin(work, redis_url, namespace), output)
+    base.run(with_admin(work, broker), output)
 
 
 def dead_replay(
     job_ids: DeadIds = None,
     every: Every = False,
-    redis_url: RedisUrl = base.DEFAULT_URL,
-    namespace: Namespace = base.DEFAULT_NAMESPACE,
+    broker: Broker = base.BROKER,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Submit dead letters again, as new jobs."""
@@ -78,14 +75,13 @@ def dead_replay(
         return {"new_job_id": await admin.replay(job_id)}
 
     work = _with_each(replay, _chosen(job_ids, every), {"new_job_id": None}, output)
-    base.run(with_admin(work, redis_url, namespace), output)
+    base.run(with_admin(work, broker), output)
 
 
 def dead_drop(
     job_ids: DeadIds = None,
     every: Every = False,
-    redis_url: RedisUrl = base.DEFAULT_URL,
-    namespace: Namespace = base.DEFAULT_NAMESPACE,
+    broker: Broker = base.BROKER,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Forget dead letters for good: their request, their log, their reason."""
@@ -98,7 +94,7 @@ def dead_drop(
         return {"dropped": True}
 
     work = _with_each(drop, _chosen(job_ids, every), {"dropped": False}, output)
-    base.run(with_admin(work, redis_url, namespace), output)
+    base.run(with_admin(work, broker), output)
 
 
 def _chosen(job_ids: list[str] | None, every: bool) -> list[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenfleet.worker.commands import base
-from tokenfleet.worker.commands.base import Namespace, Output, OutputOption, RedisUrl
+from tokenfleet.worker.commands.base import Broker, Output, OutputOption
 from tokenfleet.worker.commands.job_view import follow, print_id, print_result, wait
 
 if TYPE_CHECKING:
@@ -35,13 +35,21 @@ class Priority(StrEnum):
     BATCH = "batch"
 
 
+PriorityOption = Annotated[
+    Priority, typer.Option(help="Class: interactive is served first, batch makes way.")
+]
+Tenant = Annotated[
+    str, typer.Option(envvar="TOKENFLEET_TENANT", help="Whose limits and turn the jobs count for.")
+]
+
+
 def submit(
     prompt: Annotated[
         str | None,
         typer.Argument(help="The prompt; `-` or nothing reads it from standard input."),
     ] = None,
     model: Annotated[
-        str, typer.Option(envvar="TOKENFLEET_MODEL_NAME", help="What workers serve it as.")
+        str, typer.Option(envvar="TOKENFLEET_MODEL_NAME", help="Name that workers serve it as.")
     ] = "smollm2",
     chat: Annotated[
         bool,
@@ -56,24 +64,29 @@ def submit(
     ] = False,
     max_tokens: Annotated[int, typer.Option(min=0, help="Most output tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
-    top_k: Annotated[int, typer.Option(min=-1, help="0: off.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Only the likeliest tokens of this mass; 1: all.")
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(min=-1, help="Only that many likeliest tokens; 0: all.")
+    ] = 0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
     n: Annotated[int, typer.Option("--n", "-n", min=1, max=128, help="Samples.")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends it; repeatable.")] = None,
-    priority: Annotated[Priority, typer.Option()] = Priority.INTERACTIVE,
-    tenant: Annotated[str, typer.Option(envvar="TOKENFLEET_TENANT")] = "default",
-    deadline_s: Annotated[float | None, typer.Option(help="Expire after this long.")] = None,
+    priority: PriorityOption = Priority.INTERACTIVE,
+    tenant: Tenant = "default",
+    deadline_s: Annotated[
+        float | None, typer.Option(help="Ended as expired when it is not done after this long.")
+    ] = None,
     delay_s: Annotated[float, typer.Option(min=0, help="Not before this long.")] = 0.0,
     idempotency_key: Annotated[
         str | None, typer.Option(help="The same key again gives the same job.")
     ] = None,
     timeout_s: Timeout = None,
-    redis_url: RedisUrl = base.DEFAULT_URL,
-    namespace: Namespace = base.DEFAULT_NAMESPACE,
+    broker: Broker = base.BROKER,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Put a job into the queue; with --stream, print its text as it is made."""
+    """Put a job into the queue and print its id; with --stream, print its text as it is made."""
     if timeout_s is not None and not (stream or wait_for_end):
         raise typer.BadParameter("needs --wait or --stream", param_hint="--timeout-s")
     text = _prompt_text(prompt)
@@ -100,7 +113,7 @@ def submit(
         from tokenfleet.worker.commands.unserved import said_if_unserved
 
         asked["sampling"] = SamplingParams(**sampling)
-        async with base.new_client(redis_url, namespace, tenant) as client:
+        async with base.new_client(broker, tenant) as client:
             job = await client.submit(**asked)
             if not stream and not wait_for_end:
                 return print_id(job, output)
@@ -118,8 +131,7 @@ def stream(
         int, typer.Option(min=0, help="Skip this many output tokens already seen.")
     ] = 0,
     timeout_s: Timeout = None,
-    redis_url: RedisUrl = base.DEFAULT_URL,
-    namespace: Namespace = base.DEFAULT_NAMESPACE,
+    broker: Broker = base.BROKER,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Follow a job from its beginning (or an offset) to its end."""
@@ -128,14 +140,13 @@ def stream(
         async with asyncio.timeout(timeout_s):
             return await follow(client.job(job_id), from_offset, output)
 
-    base.run(base.with_client(work, redis_url, namespace), output)
+    base.run(base.with_client(work, broker), output)
 
 
 def result(
     job_id: JobId,
     timeout_s: Annotated[float, typer.Option(min=0, help="Wait at most this long.")] = 0.0,
-    redis_url: RedisUrl = base.DEFAULT_URL,
-    namespace: Namespace = base.DEFAULT_NAMESPACE,
+    broker: Broker = base.BROKER,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Print what a job came to, waiting for its end if told to."""
@@ -149,13 +160,12 @@ def result(
         found = await job.result(timeout_s=timeout_s or FETCH_S)
         return print_result(job_id, found, output)
 
-    base.run(base.with_client(work, redis_url, namespace), output)
+    base.run(base.with_client(work, broker), output)
 
 
 def cancel(
     job_ids: Annotated[list[str], typer.Argument(help="Job ids.", show_default=False)],
-    redis_url: RedisUrl = base.DEFAULT_URL,
-    namespace: Namespace = base.DEFAULT_NAMESPACE,
+    broker: Broker = base.BROKER,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """End jobs, waiting or running; one that has ended stays as it is.
@@ -171,7 +181,7 @@ def cancel(
         base.print_rows(("job_id", "state"), rows, output, empty="")
         return base.OK
 
-    base.run(base.with_client(work, redis_url, namespace), output)
+    base.run(base.with_client(work, broker), output)
 
 
 def _prompt_text(prompt: str | None) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenfleet.worker.commands import base
-from tokenfleet.worker.commands.base import Namespace, Output, OutputOption, RedisUrl
+from tokenfleet.worker.commands.base import Broker, Output, OutputOption
 
 if TYPE_CHECKING:
     from tokenfleet.producer.connection import Connection
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 
 def queue_list(
-    redis_url: RedisUrl = base.DEFAULT_URL,
-    namespace: Namespace = base.DEFAULT_NAMESPACE,
+    broker: Broker = base.BROKER,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Show every queue: how many jobs wait, how many run, how long the next one has waited."""
@@ -29,13 +28,12 @@ def queue_list(
         base.print_rows(columns, rows, output, empty="no queues yet", show=_show)
         return base.OK
 
-    base.run(with_admin(work, redis_url, namespace), output)
+    base.run(with_admin(work, broker), output)
 
 
 def queue_depth(
     model: Annotated[str | None, typer.Option(help="Only this model's.")] = None,
-    redis_url: RedisUrl = base.DEFAULT_URL,
-    namespace: Namespace = base.DEFAULT_NAMESPACE,
+    broker: Broker = base.BROKER,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Print how many jobs wait, run and are delayed: the figures to scale by."""
@@ -53,15 +51,14 @@ def queue_depth(
             typer.echo("  ".join(f"{name} {count}" for name, count in counts.items()))
         return base.OK
 
-    base.run(with_admin(work, redis_url, namespace), output)
+    base.run(with_admin(work, broker), output)
 
 
 def queue_ensure(
     models: Annotated[
         list[str], typer.Argument(help="What workers serve them as.", show_default=False)
     ],
-    redis_url: RedisUrl = base.DEFAULT_URL,
-    namespace: Namespace = base.DEFAULT_NAMESPACE,
+    broker: Broker = base.BROKER,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Make a model's queues and consumer groups where they are not there.
@@ -75,7 +72,9 @@ def queue_ensure(
         from tokenfleet.worker.queue import JobQueue
 
         for model in models:
-            queue = JobQueue(connection, namespace=namespace, worker_id="ensure", model_name=model)
+            queue = JobQueue(
+                connection, namespace=broker.namespace, worker_id="ensure", model_name=model
+            )
             await queue.ensure()
             await queue.aclose()
         rows = [
@@ -86,12 +85,11 @@ def queue_ensure(
         base.print_rows(("model", "priority", "waiting"), rows, output, empty="")
         return base.OK
 
-    base.run(base.with_connection(work, redis_url, namespace), output)
+    base.run(base.with_connection(work, broker), output)
 
 
 def doctor(
-    redis_url: RedisUrl = base.DEFAULT_URL,
-    namespace: Namespace = base.DEFAULT_NAMESPACE,
+    broker: Broker = base.BROKER,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Check the server and the fleet, and say what to change. Exit code 1: jobs are in danger."""
@@ -105,12 +103,10 @@ def doctor(
         base.print_rows(("check", "level", "found", "advice"), rows, output, empty="")
         return base.SOME_FAILED if any(f.level == BAD for f in findings) else base.OK
 
-    base.run(base.with_connection(work, redis_url, namespace, ready=False), output)
+    base.run(base.with_connection(work, broker, ready=False), output)
 
 
-async def with_admin(
-    work: Callable[[Admin], Awaitable[int]], redis_url: str, namespace: str
-) -> int:
+async def with_admin(work: Callable[[Admin], Awaitable[int]], broker: Broker) -> int:
     """The exit code of work on a namespace."""
 
     async def with_connection(connection: Connection) -> int:
@@ -118,7 +114,7 @@ async def with_admin(
 
         return await work(Admin(connection))
 
-    return await base.with_connection(with_connection, redis_url, namespace)
+    return await base.with_connection(with_connection, broker)
 
 
 def _show(column: str, value: Any) -> str:

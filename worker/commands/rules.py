@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tokenfleet.worker.commands import base
-from tokenfleet.worker.commands.base import Namespace, Output, OutputOption, RedisUrl
+from tokenfleet.worker.commands.base import Broker, Output, OutputOption
 from tokenfleet.worker.commands.jobs import Priority
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ def queue_limit(
         int | None, typer.Option(min=0, help="Most jobs that wait; more are refused: QueueFull.")
     ] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Take the limits away.")] = False,
-    redis_url: RedisUrl = base.DEFAULT_URL,
-    namespace: Namespace = base.DEFAULT_NAMESPACE,
+    broker: Broker = base.BROKER,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Set how many jobs a tenant may have, all models together; without options, show what is set.
@@ -59,14 +58,13 @@ def queue_limit(
         base.print_rows(columns, rows, output, empty="no limits")
         return base.OK
 
-    base.run(_with_rules(work, redis_url, namespace), output)
+    base.run(_with_rules(work, broker), output)
 
 
 def queue_pause(
     model: Model,
     priority: Priorities = None,
-    redis_url: RedisUrl = base.DEFAULT_URL,
-    namespace: Namespace = base.DEFAULT_NAMESPACE,
+    broker: Broker = base.BROKER,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Let no worker claim a model's jobs. What runs goes on; what is submitted waits."""
@@ -75,14 +73,13 @@ def queue_pause(
         await rules.pause(model, _classes(priority))
         return await _print_paused(rules, output)
 
-    base.run(_with_rules(work, redis_url, namespace, about=model), output)
+    base.run(_with_rules(work, broker, about=model), output)
 
 
 def queue_resume(
     model: Model,
     priority: Priorities = None,
-    redis_url: RedisUrl = base.DEFAULT_URL,
-    namespace: Namespace = base.DEFAULT_NAMESPACE,
+    broker: Broker = base.BROKER,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Let workers claim a model's jobs again."""
@@ -91,7 +88,7 @@ def queue_resume(
         await rules.resume(model, _classes(priority))
         return await _print_paused(rules, output)
 
-    base.run(_with_rules(work, redis_url, namespace, about=model), output)
+    base.run(_with_rules(work, broker, about=model), output)
 
 
 async def _print_paused(rules: Rules, output: Output) -> int:
@@ -108,8 +105,7 @@ def _classes(priorities: list[Priority] | None) -> list[str]:
 
 async def _with_rules(
     work: Callable[[Rules], Awaitable[int]],
-    redis_url: str,
-    namespace: str,
+    broker: Broker,
     *,
     about: str | None = None,
 ) -> int:
@@ -125,4 +121,4 @@ async def _with_rules(
             base.note(f"no worker serves {about!r} and no queue is called so; known: {known}")
         return await work(Rules(connection, await fleet.partitions()))
 
-    return await base.with_connection(with_connection, redis_url, namespace)
+    return await base.with_connection(with_connection, broker)

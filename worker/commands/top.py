@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenfleet.worker.commands import base
-from tokenfleet.worker.commands.base import Namespace, Output, OutputOption, RedisUrl
+from tokenfleet.worker.commands.base import Broker, Output, OutputOption
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -29,8 +29,7 @@ STALE_S = 10.0
 def top(
     once: Annotated[bool, typer.Option("--once", help="One look, then end.")] = False,
     interval_s: Annotated[float, typer.Option(min=0.1, help="Between two looks.")] = 2.0,
-    redis_url: RedisUrl = base.DEFAULT_URL,
-    namespace: Namespace = base.DEFAULT_NAMESPACE,
+    broker: Broker = base.BROKER,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Watch workers, queues and throughput. Without a terminal: one look, as with --once.
@@ -39,12 +38,10 @@ def top(
     """
     live = output is Output.TEXT and sys.stdout.isatty() and not once
     repeats = live or (output is Output.JSON and not once)
-    base.run(_watch(redis_url, namespace, output, interval_s if repeats else None, live), output)
+    base.run(_watch(broker, output, interval_s if repeats else None, live), output)
 
 
-async def _watch(
-    redis_url: str, namespace: str, output: Output, interval_s: float | None, live: bool
-) -> int:
+async def _watch(broker: Broker, output: Output, interval_s: float | None, live: bool) -> int:
     async def work(connection: Connection) -> int:
         from tokenfleet.producer.fleet import FleetReader
 
@@ -59,7 +56,7 @@ async def _watch(
             await asyncio.sleep(interval_s)
         return base.OK
 
-    return await base.with_connection(work, redis_url, namespace)
+    return await base.with_connection(work, broker)
 
 
 async def _live(reader: FleetReader, interval_s: float) -> None:

@@ -99,7 +99,8 @@ def test_config_show_names_where_each_setting_comes_from(
     file = tmp_path / "worker.toml"
     file.write_text('max_num_seqs = 9\nlease_s = 5\nredis_url = "redis://me:secret@host/0"\n')
     monkeypatch.setenv("TOKENFLEET_LEASE_S", "7")
-    monkeypatch.delenv("TOKENFLEET_MODEL", raising=False)
+    for name in ("TOKENFLEET_MODEL", "TOKENFLEET_REDIS_URL"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TOKENFLEET_CONFIG", str(file))
     found = shown()
     assert found["max_num_seqs"] == {"setting": "max_num_seqs", "value": 9, "from": str(file)}
