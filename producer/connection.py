@@ -102,7 +102,7 @@ class Connection:
         self._timeout_s = min(SOCKET_TIMEOUT_S, self.connect_timeout_s)
         self._client: Any = None
         self._line: Line | None = None
-        """Of the scripts that run often."""
+        """Of the scripts that run often, or that somebody waits for."""
         self._checked = False
         self._door = Door()
         self._turns: dict[str, Turns] = {}
@@ -149,8 +149,9 @@ class Connection:
     ) -> Any:
         """Run a script. It is repeated on a lost connection for `patience_s`; 0: never.
 
-        `often`: over a connection kept for such calls. A cluster's client knows which server a
-        partition has moved to, so there they go through it as all others.
+        `often`: it runs often, or somebody waits for it: over a connection kept for such calls. A
+        cluster's client knows which server a partition has moved to, so there they go through it
+        as all others.
 
         Raises BrokerUnavailable, BrokerUnsupported; KeyOccupied where a key is not ours.
         """
@@ -171,7 +172,7 @@ class Connection:
             return client
         if self._line is None:
             self._line = Line(lambda: self.line_to(0))
-        return client if self._line.busy else self._line
+        return self._line
 
     async def execute(self, *command: Any) -> Any:
         """Run a command that may be repeated, for as long as connect_timeout_s."""

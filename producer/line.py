@@ -1,17 +1,19 @@
-"""One connection kept for a call that is made many times a second.
+"""One connection kept for calls that are made many times a second, or that somebody waits for.
 
 redis-py's client takes a connection out of its pool for each command, looks whether it is still
 good, reads through a stream and keeps count of what it does: in a worker's flush that costs more
 than to send and to receive. Here redis-py connects and says who we are, and then its transport
-answers to us.
+answers to us. Calls made at once follow each other on it, and each has its reply as it comes.
 
-Invariant: a reply is read by the call that it answers: a connection on which a call was broken off
-is closed, and the next call opens another.
+Invariant: a reply is read by the call that it answers. That of a call that was broken off is
+dropped; where no other call waits behind it, the connection is closed instead, and the next call
+opens another.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -38,36 +40,48 @@ class Line:
         self._make = make
         self._replies: _Replies | None = None
         self._hang_ups = 0
-        self.busy = False
-        """Whether a call is under way: another one has to go another way."""
+        self._opening = asyncio.Lock()
 
     async def execute_command(self, *args: Any, **_options: Any) -> Any:
         """Send one command and return its reply; raises what redis-py's client raises."""
-        assert not self.busy
-        self.busy = True
+        replies = self._replies
+        if replies is None or not replies.open:
+            replies = await self._opened()
+        parts = replies.wire.pack_command(*args)
+        waiter = replies.expect()
         try:
-            replies = self._replies
-            if replies is None or not replies.open:
-                replies = await self._connect()
-            waiter = replies.expect()
-            replies.transport.writelines(replies.wire.pack_command(*args))
+            replies.transport.writelines(parts)
             reply = await waiter
-        except BaseException:
-            await self.hang_up()
+        except asyncio.CancelledError:
+            if not replies.awaited:
+                await self._drop(replies)
             raise
-        finally:
-            self.busy = False
+        except BaseException:
+            await self._drop(replies)
+            raise
         if isinstance(reply, Exception):
             raise reply
         return reply
 
     async def hang_up(self) -> None:
-        """Close the connection; the next call opens another."""
+        """Close the connection; calls under way fail, and the next one opens another."""
         replies, self._replies = self._replies, None
         self._hang_ups += 1
         if replies is not None:
             replies.transport.abort()  # a server that reads no more would never let it be closed
             await replies.wire.disconnect(nowait=True)
+
+    async def _drop(self, replies: _Replies) -> None:
+        """Close this connection, unless another one is there already."""
+        if self._replies is replies:
+            await self.hang_up()
+
+    async def _opened(self) -> _Replies:
+        async with self._opening:
+            replies = self._replies
+            if replies is None or not replies.open:
+                replies = await self._connect()
+            return replies
 
     async def _connect(self) -> _Replies:
         await self.hang_up()
@@ -97,33 +111,49 @@ class _Replies(asyncio.Protocol):
             notEnoughData=_PART,
         )
         self._loop = asyncio.get_running_loop()
-        self._waiter: asyncio.Future[Any] | None = None
+        self._waiters: deque[asyncio.Future[Any]] = deque()
+        """In the order of their calls, those broken off included."""
         self._patience = Patience(self._too_late)
         self.transport.set_protocol(self)
 
     def expect(self) -> asyncio.Future[Any]:
-        """The next reply. What Redis refuses is one too, as an exception that is not raised."""
-        self._waiter = waiter = self._loop.create_future()
-        self._patience.begin(self.wire.socket_timeout or WAIT_S)
+        """The next reply behind those expected before. What Redis refuses is one too, as an
+        exception that is not raised."""
+        waiter = self._loop.create_future()
+        self._waiters.append(waiter)
+        if len(self._waiters) == 1:
+            self._begin_waiting()
         return waiter
 
+    @property
+    def awaited(self) -> bool:
+        """Whether a call waits that was not broken off."""
+        return not all(waiter.done() for waiter in self._waiters)
+
     def data_received(self, data: bytes) -> None:
+        if not self.open:
+            return
         self._reader.feed(data)
         try:
-            reply = self._reader.gets()
-            while isinstance(reply, hiredis.PushNotification):
-                reply = self._reader.gets()
+            while (reply := self._reader.gets()) is not _PART:
+                if not isinstance(reply, hiredis.PushNotification):
+                    self._hand_over(reply)
         except InvalidResponse as error:
-            return self._fail(error)
-        waiter = self._waiter
-        if reply is not _PART and waiter is not None:
-            self._waiter = None
-            if not waiter.done():
-                waiter.set_result(reply)
-        return None
+            self._fail(error)
+
+    def _hand_over(self, reply: Any) -> None:
+        if not self._waiters:
+            return
+        waiter = self._waiters.popleft()
+        if not waiter.done():
+            waiter.set_result(reply)
+        if self._waiters:  # a server that answers is waited for
+            self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        self._patience.begin(self.wire.socket_timeout or WAIT_S)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.open = False
         self._patience.end()
         self._fail(ConnectionError(f"Connection closed by server: {error or 'no reason given'}"))
         self._before.connection_lost(error)
@@ -132,6 +162,10 @@ class _Replies(asyncio.Protocol):
         self._fail(TimeoutError("Timeout reading from socket"))
 
     def _fail(self, error: Exception) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_exception(error)
+        """No more replies are taken: none of them would be that of the call it is given to."""
+        self.open = False
+        self.transport.abort()
+        waiters, self._waiters = self._waiters, deque()
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(error)

@@ -94,6 +94,7 @@ class JobReader:
             [names.job(job_id), names.events(job_id)],
             args,
             patience_s=self.connection.connect_timeout_s,
+            often=True,
         )
         flat, entries, is_served, has_log, paused = reply
         return Look(

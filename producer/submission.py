@@ -109,8 +109,9 @@ class Submission:
         args: list[Any] = [_FIELDS]
         for draft in batch:
             args += _arguments(draft)
+        patience_s = self._connection.connect_timeout_s
         return await self._connection.run(
-            SUBMIT, partition, script_keys, args, patience_s=self._connection.connect_timeout_s
+            SUBMIT, partition, script_keys, args, patience_s=patience_s, often=True
         )
 
     def _partition_for(self, request: JobRequest) -> int:

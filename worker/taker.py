@@ -17,6 +17,7 @@ from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import BrokerUnavailable, KeyOccupied, UndecodableJob
 from tokenfleet.producer.keys import PRIORITIES
 from tokenfleet.producer.scripts import Script, load
+from tokenfleet.worker.broker import BROKER_ERRORS
 from tokenfleet.worker.claims import ClaimedJob, NothingTaken, Terms, claimed_job, text
 from tokenfleet.worker.doorbell import Doorbell
 from tokenfleet.worker.partitions import Spread, Taken
@@ -234,7 +235,7 @@ class Taker:
             try:
                 jobs.append(claimed_job(raw, now_ms))
             except UndecodableJob as error:
-                with suppress(BrokerUnavailable):  # its lease ends then, and another worker says so
+                with suppress(*BROKER_ERRORS):  # its lease ends then, and another worker says so
                     await self._bury(text(raw[0]), raw[1], str(error))
         return jobs
 
@@ -244,7 +245,7 @@ class Taker:
         return [*(key for pair in pairs for key in pair), names.bell(model)]
 
     async def _run(self, script: Script, partition: int, keys: list[str], args: list[Any]) -> Any:
-        return await self._connection.run(script, partition, keys, args, patience_s=0.0)
+        return await self._connection.run(script, partition, keys, args, patience_s=0.0, often=True)
 
 
 def _error(call: Spread | Swap) -> Exception:

@@ -58,13 +58,63 @@ async def test_a_call_broken_off_leaves_its_reply_to_nobody(valkey_lab):
         nothing = f"{lab.namespace}:nothing"
         waiting = asyncio.create_task(line.execute_command("BLPOP", nothing, 0))
         await lab.until(lambda: lab.blocked(before))
-        assert line.busy
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         await lab.raw.rpush(nothing, "late")
         assert await line.execute_command("ECHO", "mine") == b"mine"
         assert await line.execute_command("CLIENT ID") != before
+
+
+async def test_calls_made_at_once_share_the_connection_and_each_has_its_own_reply(valkey_lab):
+    async with line_to(valkey_lab) as line:
+        said = await asyncio.gather(
+            *(line.execute_command("ECHO", str(n)) for n in range(40)),
+            line.execute_command("CLIENT ID"),
+            line.execute_command("GET"),
+            line.execute_command("ECHO", b"x" * 300_000),
+            return_exceptions=True,
+        )
+        assert said[:40] == [str(n).encode() for n in range(40)]
+        assert said[40] == await line.execute_command("CLIENT ID")
+        assert isinstance(said[41], ResponseError)
+        assert said[42] == b"x" * 300_000
+
+
+async def test_a_call_broken_off_before_others_takes_no_reply_of_theirs(valkey_lab):
+    lab = valkey_lab
+    async with line_to(lab) as line:
+        number = await line.execute_command("CLIENT ID")
+        later = f"{lab.namespace}:later"
+        broken_off = asyncio.create_task(line.execute_command("BLPOP", later, 0))
+        await lab.until(lambda: lab.blocked(number))
+        others = [asyncio.create_task(line.execute_command("ECHO", f"{n}")) for n in range(3)]
+        await asyncio.sleep(0)
+        broken_off.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await broken_off
+        await lab.raw.rpush(later, "late")
+        assert await asyncio.gather(*others) == [b"0", b"1", b"2"]
+        assert await line.execute_command("CLIENT ID") == number
+
+
+async def test_a_reply_that_is_late_fails_those_behind_it_and_however_many_calls_come(valkey_lab):
+    """A line on which calls are made all the time notices a server that says nothing."""
+    wires: list[Any] = []
+    async with line_to(valkey_lab, wires.append) as line:
+        number = await line.execute_command("CLIENT ID")
+        wires[0].socket_timeout = 0.2
+        calls = [
+            asyncio.create_task(line.execute_command("BLPOP", f"{valkey_lab.namespace}:nothing", 0))
+        ]
+        while not calls[0].done():
+            calls.append(asyncio.create_task(line.execute_command("PING")))
+            await asyncio.sleep(0.01)
+        assert isinstance(calls[0].exception(), TimeoutError)
+        behind = await asyncio.gather(*calls[1:], return_exceptions=True)
+        assert any(isinstance(one, TimeoutError) for one in behind)
+        assert all(isinstance(one, TimeoutError) or one == b"PONG" for one in behind)
+        assert await line.execute_command("CLIENT ID") != number
 
 
 async def test_a_reply_that_is_not_there_in_time_is_a_timeout_and_the_next_call_goes_on(valkey_lab):
