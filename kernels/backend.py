@@ -56,17 +56,19 @@ FUNCTIONS = (
 class Backend:
     """Holds the process's choice. `name` is None until the first operation asks."""
 
-    __slots__ = ("library", "name", "triton_devices")
+    __slots__ = ("deferred", "library", "name", "triton_devices")
 
     def __init__(self) -> None:
         self.name: str | None = None
+        self.deferred = False  # the library is loaded when the first tensor on the CPU asks for it
         self.library: ctypes.CDLL | None = None  # for tensors on the CPU
         self.triton_devices: frozenset[str] = frozenset()  # device types that Triton kernels serve
 
     def select(self, choice: str | None = None) -> str:
         """Fix the choice (None: the environment's) and return what it resolved to.
 
-        On a machine with both, `auto` is called "triton" and also loads the C++ kernels.
+        On a machine with both, `auto` is called "triton"; the C++ kernels are then compiled and
+        loaded when a tensor on the CPU first asks for them, which one on CUDA never does.
         """
         wanted = choice or os.environ.get("TOKENFLEET_KERNELS") or "auto"
         if wanted not in CHOICES:
@@ -74,10 +76,17 @@ class Backend:
                 f"TOKENFLEET_KERNELS must be one of {', '.join(CHOICES)}, got {wanted}"
             )
         self.triton_devices = triton_devices(wanted)
-        self.library = self._load(required=wanted == "cpp") if wanted in ("cpp", "auto") else None
+        self.deferred = wanted == "auto" and "cuda" in self.triton_devices
+        loads = wanted in ("cpp", "auto") and not self.deferred
+        self.library = self._load(required=wanted == "cpp") if loads else None
         on_cpu = "reference" if self.library is None else "cpp"
         self.name = "triton" if self.triton_devices else on_cpu
         return self.name
+
+    def load_deferred(self) -> None:
+        """Load what `select` put off."""
+        self.deferred = False
+        self.library = self._load(required=False)
 
     def _load(self, *, required: bool) -> ctypes.CDLL | None:
         try:
@@ -145,7 +154,11 @@ def compiled(x: torch.Tensor) -> Any:
     """
     if backend.name is None:
         backend.select()
-    if backend.library is None or not x.is_cpu or x.dtype not in DTYPE_CODES:
+    if not x.is_cpu or x.dtype not in DTYPE_CODES:
+        return None
+    if backend.deferred:
+        backend.load_deferred()
+    if backend.library is None:
         return None
     return backend.library if _here.recorder is None else _here.recorder
 
@@ -171,8 +184,8 @@ def uses_triton(x: torch.Tensor) -> bool:
 @contextmanager
 def using(choice: str) -> Iterator[str]:
     """Run the body with another choice (tests and benchmarks; not for concurrent threads)."""
-    before = backend.name, backend.library, backend.triton_devices
+    before = backend.name, backend.library, backend.triton_devices, backend.deferred
     try:
         yield backend.select(choice)
     finally:
-        backend.name, backend.library, backend.triton_devices = before
+        backend.name, backend.library, backend.triton_devices, backend.deferred = before

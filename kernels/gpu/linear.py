@@ -7,7 +7,9 @@ is decided by shapes alone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 import triton
@@ -26,6 +28,8 @@ from tokenfleet.kernels.gpu.product import (
 )
 from tokenfleet.kernels.gpu.registry import Example
 from tokenfleet.kernels.gpu.row import row_linear
+
+logger = logging.getLogger("tokenfleet.kernels")
 
 SKINNY_ROWS = {80: 0, 90: 0, 100: 0}
 """Rows up to which a 16 bit product of several rows is ours and not cuBLAS's, by generation: none,
@@ -55,10 +59,14 @@ def fp8_linear(
     if scales.activations != "none" and isinstance(x, Tensor):
         x = quantize_inputs(x, scales)
     if isinstance(x, Fp8Rows) and _torch_takes(x, codes, scales):
-        return torch._scaled_mm(
-            x.codes, codes.t(), x.scale.contiguous(), scales.weight.t(), bias, out_dtype=x.dtype
-        )
+        return _scaled_by_torch(x, codes, scales, bias)
     return product(x, codes, scales, bias)
+
+
+def _scaled_by_torch(x: Fp8Rows, codes: Tensor, scales: Fp8Scales, bias: Tensor | None) -> Tensor:
+    return torch._scaled_mm(
+        x.codes, codes.t(), x.scale.contiguous(), scales.weight.t(), bias, out_dtype=x.dtype
+    )
 
 
 def _torch_takes(x: Fp8Rows, codes: Tensor, scales: Fp8Scales) -> bool:
@@ -71,7 +79,27 @@ def _torch_takes(x: Fp8Rows, codes: Tensor, scales: Fp8Scales) -> bool:
         and x.dtype == torch.bfloat16
         and N % 16 == K % 16 == 0
         and x.codes.shape[0] > 0
+        and torch_has_product(codes.device)
     )
+
+
+@lru_cache
+def torch_has_product(device: torch.device) -> bool:
+    """Whether torch's scaled product by rows works on this device: tried once, before anything is
+    captured, since which library computes it changes with torch, CUDA and the generation."""
+    scales = make_scales(256, 256, "token", device)
+    codes = torch.zeros((256, 256), dtype=torch.uint8, device=device).view(FP8)
+    bias = torch.zeros(256, dtype=torch.bfloat16, device=device)
+    try:
+        for rows in (1, 48):
+            x = empty_rows(rows, 256, scales, bias)
+            x.scale.fill_(1.0)
+            for each in (None, bias):
+                _scaled_by_torch(x, codes, scales, each)
+    except (RuntimeError, ValueError) as error:
+        logger.warning("products in FP8 by rows run in Triton, torch has none here: %s", error)
+        return False
+    return True
 
 
 def product(

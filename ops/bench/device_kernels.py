@@ -32,6 +32,12 @@ def machine(findings: Findings, device: torch.device) -> None:
     for dtype in (torch.bfloat16, *([torch.float8_e4m3fn] if device.type == "cuda" else [])):
         with findings.attempt("product", dtype=str(dtype)):
             product_ceiling(findings, device, dtype)
+    if device.type == "cuda":
+        from tokenfleet.kernels.gpu.linear import torch_has_product
+
+        findings.put(
+            "product of FP8 by rows", by="torch" if torch_has_product(device) else "triton"
+        )
 
 
 def _about(device: torch.device) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tokenfleet.kernels import backend as backend_module
 from tokenfleet.kernels import build
 from tokenfleet.kernels.backend import Backend, using
 from tokenfleet.kernels.norm import rms_norm
@@ -73,6 +74,20 @@ def test_without_a_compiler_auto_runs_the_reference_with_one_warning(monkeypatch
     assert backend.library is None
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert "/no/such/compiler" in caplog.text
+
+
+def test_on_cuda_nothing_is_compiled_for_the_cpu_until_a_tensor_there_asks(monkeypatch):
+    """A GPU's first start waits for no C++ compiler, and needs none."""
+    loaded = []
+    monkeypatch.setattr(backend_module, "triton_devices", lambda _choice: frozenset(("cuda",)))
+    monkeypatch.setattr(backend_module, "load_library", lambda: loaded.append(1) or "the library")
+    with backend_module.using("auto") as chosen:
+        assert chosen == "triton"
+        assert backend_module.compiled(torch.ones(1, device="meta")) is None
+        assert loaded == []
+        assert backend_module.compiled(torch.ones(1)) == "the library"
+        assert backend_module.compiled(torch.ones(1)) == "the library"
+        assert loaded == [1]
 
 
 def test_without_a_compiler_cpp_is_refused(monkeypatch):

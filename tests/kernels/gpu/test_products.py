@@ -139,3 +139,25 @@ def test_codes_are_bytes_where_the_generation_has_no_fp8(arch, operands):
         gpu.fp8_linear(x, codes, scales, None)
     multiply = next(launch for launch in launches if launch.name == "_product")
     assert multiply.signature["x"] == multiply.signature["weight"] == f"*{operands}"
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_torch_is_asked_once_whether_it_has_the_product_and_is_not_relied_on(
+    works, monkeypatch, caplog
+):
+    asked = []
+
+    def product(x, _codes, x_scale, w_scale, bias, out_dtype):
+        asked.append((x.shape[0], bias is not None, out_dtype))
+        assert (x_scale.shape, w_scale.shape) == ((x.shape[0], 1), (1, 256))
+        if not works and x.shape[0] == 1:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling it")
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    gpu.torch_has_product.cache_clear()
+    for _ in "ab":
+        assert gpu.torch_has_product(torch.device("cpu")) is works
+    gpu.torch_has_product.cache_clear()
+    kinds = [(rows, biased, torch.bfloat16) for rows in (1, 48) for biased in (False, True)]
+    assert asked == (kinds if works else kinds[:1])
+    assert ("NOT_SUPPORTED" in caplog.text) is not works
