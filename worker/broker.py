@@ -49,6 +49,8 @@ class Broker:
         self._said_at = -REPEAT_S
         self._quiet = False
         self._pause_s = FIRST_PAUSE_S
+        self.back = asyncio.Event()
+        """Set when an outage ends; cleared by the lease keeper, who looks at all jobs then."""
 
     @property
     def reachable(self) -> bool:
@@ -73,6 +75,7 @@ class Broker:
                 log.info("broker_back", away_s=round(self._clock() - self._away_since, 3))
             self._away_since = None
             self._pause_s = FIRST_PAUSE_S
+            self.back.set()
 
     async def pause(self) -> None:
         """Wait before the next try: doubling, jittered, at most LONGEST_PAUSE_S."""

@@ -10,6 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from tokenfleet.worker.broker import BROKER_ERRORS, Broker
@@ -56,9 +57,15 @@ class LeaseKeeper:
         self._clock = clock
 
     async def run(self) -> None:
-        """Renew until cancelled."""
+        """Renew until cancelled: a few times per lease, and as soon as Redis is back from an
+        outage. It may have forgotten jobs that have nothing to publish yet."""
         while True:
-            await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE * random.uniform(0.8, 1.0))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(
+                    self._lease_s / RENEWALS_PER_LEASE * random.uniform(0.8, 1.0)
+                ):
+                    await self._broker.back.wait()
+            self._broker.back.clear()
             if self._healthy():
                 while not await self.renew():
                     await self._broker.pause()

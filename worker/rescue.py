@@ -30,7 +30,8 @@ class Rescue:
     async def reclaim(self, partition: int, limit: int) -> int:
         args = [self._terms.lease_ms, limit, self._terms.max_failures, *self._terms.ttls]
         moved = await self._run(RECLAIM, partition, self._streams(partition), args)
-        await self.repair(partition, limit)
+        while await self.repair(partition, limit):
+            pass  # a lost stream is filled again at once, however long it was
         return int(moved)
 
     async def repair(self, partition: int, count: int) -> int:

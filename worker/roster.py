@@ -27,6 +27,7 @@ class Roster:
         self._jobs: dict[str, Job] = {}
         self._by_engine_id: dict[str, Job] = {}
         self._changed = asyncio.Event()
+        """Of the next touch; each touch has one of its own, so no waiter takes another's."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -76,8 +77,8 @@ class Roster:
     def touch(self) -> None:
         """Something changed that `change` may wait for."""
         self._changed.set()
+        self._changed = asyncio.Event()
 
     def change(self) -> Coroutine[Any, Any, object]:
         """Wait for the next touch: the first one after this call, whenever it is awaited."""
-        self._changed.clear()
         return self._changed.wait()

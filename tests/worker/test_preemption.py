@@ -94,4 +94,8 @@ async def test_a_change_between_the_wish_to_wait_and_the_wait_is_not_slept_throu
     roster = Roster(1, 0)
     waiting = asyncio.ensure_future(roster.change())
     roster.touch()
+    another = asyncio.ensure_future(roster.change())
     await waiting
+    assert not another.done()
+    roster.touch()
+    await another

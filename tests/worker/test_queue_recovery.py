@@ -54,6 +54,15 @@ async def test_a_deleted_stream_is_filled_again_from_the_hashes(lab):
     assert await queue.finish(running, [], RESULT)
 
 
+async def test_one_scan_fills_a_deleted_stream_of_any_length_again(lab):
+    queue = await lab.queue("w1")
+    ids = [await lab.submit() for _ in range(25)]
+    await lab.raw.delete(lab.keys.queue("m", "default"))
+    assert await queue.claim(1) == []
+    await queue.reclaim(limit=10)  # as many are looked at in one call
+    assert {job.id for job in await queue.claim(99)} == {*ids}
+
+
 async def test_the_lease_of_a_dead_worker_ends_also_after_its_stream_was_deleted(lab):
     queue, other = await lab.queue("dead"), await lab.queue("w2")
     await lab.submit()

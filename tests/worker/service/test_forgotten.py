@@ -31,6 +31,22 @@ async def test_a_job_whose_lease_is_over_is_not_given_back(fleet, until) -> None
     assert await fleet.state(job) == ""
 
 
+async def test_a_job_without_a_token_is_given_back_as_soon_as_redis_is_there_again(
+    fleet, until
+) -> None:
+    """Its lease is renewed minutes later only."""
+    worker = fleet.worker(lease_s=1800.0)
+    job = await fleet.submit()
+    await until(lambda: fleet.has(job))
+    await _forget(fleet, job)
+    await fleet.redis.client_kill_filter(_type="normal", skipme=True)  # as a restart does
+    await until(lambda: fleet.is_(job, "running"))
+    assert worker.roster.get(job) is not None
+    fleet.engine.say(job, "ab", "stop")
+    await until(lambda: fleet.is_(job, "finished"))
+    assert await fleet.text(job) == "ab"
+
+
 async def test_what_was_on_its_way_when_redis_forgot_the_job_is_not_lost(
     fleet, until, monkeypatch
 ) -> None:
