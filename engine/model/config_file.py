@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from tokenfleet.engine.errors import CheckpointError, ConfigError, UnsupportedModel
+from tokenfleet.engine.errors import ConfigError, UnsupportedModel
 from tokenfleet.engine.model.defaults import DEFAULTS, REQUIRED
+from tokenfleet.engine.model.field_kinds import ROPE_KINDS, check_kinds
 from tokenfleet.engine.model.rope import longest_context
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -21,10 +22,7 @@ def resolve(raw: Mapping[str, Any]) -> SimpleNamespace:
     values = {**DEFAULTS[raw["model_type"]], **raw}
     if values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = values.get("num_attention_heads")
-    for name in (*REQUIRED, "num_key_value_heads"):
-        value = values.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"config.json: {name} must be a positive integer, got {value!r}")
+    check_kinds({**dict.fromkeys(REQUIRED), **values})
     return SimpleNamespace(**values)
 
 
@@ -45,7 +43,9 @@ def nested_rope(
 ) -> dict[str, dict[str, Any]]:
     """The rope parameters of each layer type; rope_scaling and rope_theta mean the full ones."""
     given = raw.get("rope_parameters") or {}
-    strange = [key for key in given if key not in LAYER_TYPES]
+    strange = [
+        key for key, own in given.items() if key not in LAYER_TYPES or not isinstance(own, dict)
+    ]
     if strange:
         raise UnsupportedModel(f"rope_parameters must be nested by layer type, but has {strange}")
     full = {
@@ -65,6 +65,7 @@ def nested_rope(
 
 def _standard(parameters: dict[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
     """`type` as rope_type, and the original length where a rule needs one."""
+    check_kinds(parameters, ROPE_KINDS, "config.json: rope parameters")
     parameters.setdefault("rope_type", parameters.get("type") or "default")
     if parameters["rope_type"] in ("llama3", "yarn", "longrope", "su"):
         original = raw.get("original_max_position_embeddings")

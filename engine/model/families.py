@@ -19,6 +19,7 @@ from tokenfleet.engine.model.config_file import (
     resolve,
 )
 from tokenfleet.engine.model.defaults import DEFAULTS, is_known
+from tokenfleet.engine.model.field_kinds import KINDS, check_kinds
 from tokenfleet.engine.model.neutral_fields import is_neutral
 from tokenfleet.engine.model.plain_decoder import Source, activation, by_type, everywhere, plain
 from tokenfleet.engine.model.quantization import read_quantization
@@ -78,8 +79,10 @@ def _qwen_windows(s: Source) -> list[int | None]:
 
 def _qwen3_moe(s: Source) -> ModelSpec:
     c = s.config
-    experts = c.num_local_experts or c.num_experts  # two spellings of one field
+    experts = c.num_local_experts or c.num_experts or 0  # two spellings of one field
     moe = MoESpec(experts, c.num_experts_per_tok, c.moe_intermediate_size, bool(c.norm_topk_prob))
+    if experts:
+        _check_routing(moe)
     dense = c.mlp_only_layers or []
     sparse = [
         i not in dense and experts > 0 and (i + 1) % c.decoder_sparse_step == 0
@@ -97,7 +100,8 @@ def _qwen3_moe(s: Source) -> ModelSpec:
 def _mixtral(s: Source) -> ModelSpec:
     c = s.config
     experts = c.num_experts or c.num_local_experts
-    moe = MoESpec(experts, c.num_experts_per_tok, c.intermediate_size, True)
+    moe = MoESpec(experts or 0, c.num_experts_per_tok, c.intermediate_size, True)
+    _check_routing(moe)
     names = TensorNames(
         router="block_sparse_moe.gate",
         expert_gate_up=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
@@ -107,10 +111,20 @@ def _mixtral(s: Source) -> ModelSpec:
     return plain(s, names=names, windows=windows, experts=[moe] * c.num_hidden_layers)
 
 
+def _check_routing(moe: MoESpec) -> None:
+    if moe.top_k > moe.num_experts:
+        raise UnsupportedModel(
+            f"num_experts_per_tok = {moe.top_k} is more than the {moe.num_experts} experts there"
+            " are"
+        )
+
+
 def _smollm3(s: Source) -> ModelSpec:
     c = s.config
     n, interval = c.num_hidden_layers, c.no_rope_layer_interval
     turns = c.no_rope_layers or [int((i + 1) % interval != 0) for i in range(n)]
+    if len(turns) < n:
+        raise UnsupportedModel(f"no_rope_layers has {len(turns)} entries for {n} layers")
     window = c.sliding_window if c.use_sliding_window else None
     return plain(
         s,
@@ -226,10 +240,11 @@ FAMILIES: dict[str, Family] = {
 
 def _family(raw: Mapping[str, Any]) -> Family:
     model_type = raw.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnsupportedModel(
             f"model_type {model_type!r} is not supported; these are: {', '.join(sorted(FAMILIES))}"
         )
+    check_kinds(raw, {"architectures": KINDS["architectures"]})
     for name in raw.get("architectures") or ():
         if not name.endswith("ForCausalLM"):
             raise UnsupportedModel(f"architecture {name!r} is not supported, only ...ForCausalLM")

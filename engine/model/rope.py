@@ -59,8 +59,10 @@ def read_rope(
     context = RopeContext(int(head_dim * share), max_position, max_model_len)
     try:
         inv_freq, factor = rule(parameters, context)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise UnsupportedModel(f"rope type {kind!r}: unusable parameters ({error!r})") from error
+    if not (inv_freq.isfinite().all() and math.isfinite(factor)):
+        raise UnsupportedModel(f"rope type {kind!r}: its parameters give no finite frequencies")
     if 2 * len(inv_freq) > head_dim:
         raise UnsupportedModel(f"rope rotates {2 * len(inv_freq)} of {head_dim} dimensions")
     return RopeSpec(kind, tuple(inv_freq.tolist()), factor)

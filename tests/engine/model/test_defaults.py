@@ -1,13 +1,16 @@
 """What is read from a config.json is what transformers' config classes hold."""
 
 import json
+import math
+from typing import Any
 
 import pytest
 
-from tokenfleet.engine.errors import CheckpointError
+from tokenfleet.engine.errors import CheckpointError, EngineError, UnsupportedModel
 from tokenfleet.engine.model.config_file import resolve
 from tokenfleet.engine.model.defaults import DEFAULTS, REQUIRED
 from tokenfleet.engine.model.families import read_spec
+from tokenfleet.engine.model.field_kinds import KINDS
 
 SIZES = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 30,
@@ -118,6 +121,37 @@ def test_a_size_that_is_missing_or_no_size_is_named(name, value, tmp_path):
     if value == "absent":
         del fields[name]
     with pytest.raises(CheckpointError, match=f"{name} must be a positive integer"):
+        read_spec(written(tmp_path, fields))
+
+
+ODD: list[Any] = [
+    *("", "abc", -1, 0, 1.5, True, 10**400, math.nan, 1e300, 2**40),
+    *([], {}, ["a"], [0], [None], {"a": 1}),
+]
+
+
+@pytest.mark.parametrize("family", DEFAULTS)
+def test_a_field_of_any_value_is_read_or_refused(family, tmp_path):
+    fields = {"model_type": family, **SIZES}
+    for name in {**DEFAULTS[family], **KINDS, **dict.fromkeys(fields)}:
+        for value in [None, *ODD]:
+            path = written(tmp_path, {**fields, name: value})
+            try:
+                spec = read_spec(path)
+            except EngineError as refusal:
+                assert name in str(refusal) or isinstance(refusal, UnsupportedModel)  # noqa: PT017
+            else:
+                assert all(math.isfinite(f) for rope in spec.ropes for f in rope.inv_freq)
+
+
+def test_every_field_that_is_read_has_a_kind():
+    read = {name for defaults in DEFAULTS.values() for name in defaults}
+    assert read - set(KINDS) == {"eos_token_id"}  # which eos_token_ids checks
+
+
+def test_more_experts_a_token_than_there_are_is_refused(tmp_path):
+    fields = {"model_type": "mixtral", **SIZES, "num_local_experts": 2, "num_experts_per_tok": 3}
+    with pytest.raises(UnsupportedModel, match=r"num_experts_per_tok = 3 .* 2 experts"):
         read_spec(written(tmp_path, fields))
 
 
