@@ -88,8 +88,12 @@ class WorkerSettings(BaseSettings):
     overlap: bool | None = None
     """Schedule the next step while the device computes this one; None = on CUDA."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Of weights and arithmetic; auto = the checkpoint's on CUDA, the fastest one on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto = CUDA where torch finds a device, else the CPU."""
     quantization: Literal["int8", "fp8", "fp8_block"] | None = None
+    """Round the weights while loading: int8 on a CPU, fp8 or fp8_block on a GPU; None = as they
+    are in the checkpoint."""
     kv_cache_dtype: Literal["auto", "model", "fp8", "int8"] = "auto"
     """fp8, int8 (on a CPU): half the memory of 16 bits; auto = int8 beside quantization int8, else
     the model's."""
@@ -117,6 +121,7 @@ class WorkerSettings(BaseSettings):
     """How long an ended job's event log can be replayed."""
 
     health_host: str = "127.0.0.1"
+    """Address on which health_port is served; 0.0.0.0 = to other machines too, without a key."""
     health_port: Annotated[int, Field(ge=0, le=65_535)] | None = None
     """/healthz, /readyz and /metrics; 0 = any free port, None = not served."""
     vllm_metric_names: bool = False
@@ -124,9 +129,11 @@ class WorkerSettings(BaseSettings):
     otlp_endpoint: str | None = None
     """Base URL of an OpenTelemetry collector; None = no export."""
     otlp_protocol: Literal["grpc", "http"] = "grpc"
+    """What otlp_endpoint is spoken to in."""
     trace_file: Path | None = None
-    """Write spans to this file, one JSON object a line."""
+    """Write spans to this file, one JSON object a line; None = to none."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least grave events that are logged."""
 
     simulated_step_ms: NotNegative | None = None
     """No model is computed: each step lasts this long and tokens follow from the prompt alone.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, NoReturn, get_args
 
 NEEDS = "the gateway needs {name}, which is not installed; use: pip install 'tokenfleet[gateway]'"
 BAD_INPUT = 2
+_UNSET = re.compile(r"[;,] None = (.+)\.$")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -23,15 +25,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the gateway; its exit code."""
+def run(arguments: Sequence[str], prog: str = "tokenfleet-gateway") -> int:
+    """Run the gateway; its exit code. `prog` is what was typed to get here."""
     try:
         from tokenfleet.producer.gateway import api_keys, logs, server, settings
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("tokenfleet"):
             raise
         return _say(NEEDS.format(name=error.name))
-    given = vars(_parser(settings.GatewaySettings).parse_args(arguments))
+    given = vars(_parser(settings.GatewaySettings, prog).parse_args(arguments))
     config, tenant, name = given.pop("config"), given.pop("new_key"), given.pop("key_name")
     for variable in settings.unknown_variables(os.environ):
         sys.stderr.write(f"warning: this is no setting of the gateway: {variable}\n")
@@ -46,12 +48,12 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser(kind: Any) -> argparse.ArgumentParser:
+def _parser(kind: Any, prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="tokenfleet-gateway",
+        prog=prog,
         description="Serve an OpenAI-compatible API over a fleet of workers.",
         epilog="Every setting is also TOKENFLEET_GATEWAY_<NAME> in the environment, and its name "
-        "in the config file. Example:  tokenfleet-gateway --port 8000 --keys-file keys.toml",
+        f"in the config file. Example:  {prog} --port 8000 --keys-file keys.toml",
         allow_abbrev=False,
     )
     parser.add_argument("--config", type=Path, metavar="PATH", help="TOML file of settings.")
@@ -63,15 +65,26 @@ def _parser(kind: Any) -> argparse.ArgumentParser:
     parser.add_argument("--key-name", metavar="NAME", help="Its name; the tenant's if not given.")
     for name, field in kind.model_fields.items():
         text = " ".join((field.description or "").split()).replace("%", "%%")
-        default = "" if field.default in (None, ()) else f" [{field.default}]"
+        text = _with_default(text, field.default)
         flag = f"--{name.replace('_', '-')}"
         if field.annotation is bool:
             action: Any = argparse.BooleanOptionalAction
-            parser.add_argument(flag, action=action, default=None, help=text + default)
+            parser.add_argument(flag, action=action, default=None, help=text)
         else:
             metavar = _metavar(field.annotation)
-            parser.add_argument(flag, metavar=metavar, help=text + default)
+            parser.add_argument(flag, metavar=metavar, help=text)
     return parser
+
+
+def _with_default(text: str, default: object) -> str:
+    """The text of a setting, and what it is when nothing is said."""
+    unset = _UNSET.search(text)
+    if unset is not None:
+        return f"{text[: unset.start()]}. [default: {unset[1]}]"
+    if default in (None, ()):
+        return text
+    shown = ("off", "on")[default] if isinstance(default, bool) else default
+    return f"{text} [default: {shown}]".strip()
 
 
 def _metavar(annotation: Any) -> str:

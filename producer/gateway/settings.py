@@ -44,7 +44,7 @@ class GatewaySettings(BaseModel):
     )
 
     redis_url: str = DEFAULT_URL
-    """redis://, rediss://, unix:// and whatever else the client takes."""
+    """redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://."""
     namespace: Tenant = "tokenfleet"
     """The fleet's prefix of all keys."""
     partitions: Count | None = None
@@ -53,7 +53,7 @@ class GatewaySettings(BaseModel):
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000
-    """0 = any free port."""
+    """Port to listen on; 0 = any free one."""
     keys_file: Path | None = None
     """TOML file of API keys and their tenants; see --new-key."""
     anonymous_tenant: Tenant | None = None
@@ -67,9 +67,9 @@ class GatewaySettings(BaseModel):
     unknown_models: Literal["refuse", "queue"] = "refuse"
     """A model that has no worker, no queue and no place in `models`: 404, or a job that waits."""
     priority: Priority = "interactive"
-    """Class of requests that do not say."""
+    """Class of requests that name none: interactive is served first, batch makes way."""
     deadline_s: Positive | None = None
-    """Deadline of requests that do not say; None = none."""
+    """Requests that name no deadline expire after this long; None = never."""
     max_body_bytes: Count = 1 << 20
     """Largest JSON body."""
 
@@ -86,11 +86,11 @@ class GatewaySettings(BaseModel):
     grace_s: NotNegative = 30.0
     """After that, how long running requests may go on."""
     status_page: bool = True
-    """Serve /status."""
+    """Serve /status, a page about the fleet."""
     metrics: Literal["key", "open", "off"] = "key"
     """/metrics: for keys that may see the status page, for whoever asks, or not there."""
     history_s: Positive = 600.0
-    """How far back its plot goes."""
+    """How far back the plot of the status page goes."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @field_validator("cors_origins", "models", mode="before")

@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,6 +29,19 @@ class Peer(StrEnum):
     TRANSFORMERS = "transformers"
 
 
+class DType(StrEnum):
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+
+class Quantization(StrEnum):
+    INT8 = "int8"
+    FP8 = "fp8"
+    FP8_BLOCK = "fp8_block"
+
+
 Model = Annotated[
     Path | None,
     typer.Option(
@@ -37,14 +51,69 @@ Model = Annotated[
         show_default="SmolLM2-135M-Instruct",
     ),
 ]
-Counts = Annotated[list[int] | None, typer.Option("-n", min=1, help="N of W; repeatable.")]
-Workloads = Annotated[list[WorkloadName] | None, typer.Option("--workload", "-w")]
 Repeats = Annotated[int, typer.Option(min=1, help="Runs of each, in turns.")]
 Threads = Annotated[int, typer.Option(min=0, help="0: one per core.")]
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Write everything found there.")]
-DType = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
-Quantization = Annotated[str | None, typer.Option(help="int8 or fp8.")]
-Budget = Annotated[int, typer.Option(min=1, help="Token budget of a step.")]
+DTypeOption = Annotated[DType, typer.Option(help="What the engine computes in.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is run, how often and on what."""
+
+    model: Model = None
+    count: Annotated[
+        list[int] | None, typer.Option("-n", min=1, help="Jobs of W at once; repeatable.")
+    ] = None
+    workload: Annotated[
+        list[WorkloadName] | None,
+        typer.Option(
+            "--workload",
+            "-w",
+            help="W: 564 tokens in, 128 out; S: 16 jobs of mixed lengths. Repeatable.",
+        ),
+    ] = None
+    repeats: Repeats = 3
+    threads: Threads = 0
+
+    def config(self, **rest: Any) -> BenchConfig:
+        """The same for a bench of the engine."""
+        from tokenfleet.worker.bench.runs import BenchConfig
+
+        return BenchConfig(
+            model=self.model or base.demo_model(),
+            counts=tuple(self.count or (8,)),
+            workloads=tuple(name.value for name in self.workload or (WorkloadName.W,)),
+            repeats=self.repeats,
+            threads=self.threads,
+            **rest,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """How the engine under test computes."""
+
+    dtype: DTypeOption = DType.AUTO
+    quantization: Annotated[
+        Quantization | None, typer.Option(help="Round the weights while loading.")
+    ] = None
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Token budget of a step.")] = (
+        576
+    )
+
+    def settings(self) -> dict[str, Any]:
+        """The same as the engine's settings."""
+        settings: dict[str, Any] = {
+            "dtype": self.dtype.value,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+        }
+        if self.quantization is not None:
+            settings["quantization"] = self.quantization.value
+        return settings
+
+
+WORK, ARITHMETIC = Work(), Arithmetic()
 
 COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("tok/s", "tokens_per_s", lambda v: f"{v:.1f}"),
@@ -61,60 +130,44 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 
 def bench_engine(
-    model: Model = None,
-    count: Counts = None,
-    workload: Workloads = None,
-    repeats: Repeats = 3,
-    threads: Threads = 0,
+    work: Work = WORK,
     compare: Annotated[
         list[Peer] | None, typer.Option(help="Run this beside it, in the same run.")
     ] = None,
-    compare_dtype: Annotated[str, typer.Option(help="What the peer computes in.")] = "bfloat16",
-    dtype: DType = "auto",
-    quantization: Quantization = None,
-    max_num_batched_tokens: Budget = 576,
+    compare_dtype: Annotated[DType, typer.Option(help="What the peer computes in.")] = (
+        DType.BFLOAT16
+    ),
+    arithmetic: Arithmetic = ARITHMETIC,
     json_path: JsonPath = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Run W or S on the engine alone: tokens/s, latencies, steps, memory."""
+    """Run W or S on the engine alone: tokens/s, latencies, steps, memory.
+
+    Without -w it is W, without -n with 8 jobs at once.
+    """
     from tokenfleet.worker.bench import runs as bench
 
-    config = _config(
-        model,
-        count,
-        workload,
-        repeats=repeats,
-        threads=threads,
+    config = work.config(
         compare=tuple(peer.value for peer in compare or ()),
-        compare_dtype=compare_dtype,
-        engine=_engine_settings(dtype, quantization, max_num_batched_tokens),
+        compare_dtype=compare_dtype.value,
+        engine=arithmetic.settings(),
     )
     report(bench.bench_engine, config, json_path, output)
 
 
 def bench_fleet(
-    model: Model = None,
-    count: Counts = None,
-    workload: Workloads = None,
-    repeats: Repeats = 3,
-    threads: Threads = 0,
-    dtype: DType = "auto",
-    quantization: Quantization = None,
-    max_num_batched_tokens: Budget = 576,
+    work: Work = WORK,
+    arithmetic: Arithmetic = ARITHMETIC,
     json_path: JsonPath = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Run the same work through Redis and a worker, and compare with the engine alone."""
+    """Run the same work through Redis and a worker, and compare with the engine alone.
+
+    Without -w it is W, without -n with 8 jobs at once.
+    """
     from tokenfleet.worker.bench import fleet
 
-    config = _config(
-        model,
-        count,
-        workload,
-        repeats=repeats,
-        threads=threads,
-        engine=_engine_settings(dtype, quantization, max_num_batched_tokens),
-    )
+    config = work.config(engine=arithmetic.settings())
     report(fleet.bench_fleet, config, json_path, output)
 
 
@@ -122,14 +175,16 @@ def bench_features(
     model: Model = None,
     repeats: Repeats = 3,
     threads: Threads = 0,
-    dtype: DType = "auto",
+    dtype: DTypeOption = DType.AUTO,
     json_path: JsonPath = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Measure what sampling and structured output cost a step, and what shared prompts save."""
     from tokenfleet.worker.bench.features import features
 
-    found = features(model or base.demo_model(), dtype=dtype, threads=threads, repeats=repeats)
+    found = features(
+        model or base.demo_model(), dtype=dtype.value, threads=threads, repeats=repeats
+    )
     if json_path is not None:
         json_path.write_text(json.dumps(found, indent=2) + "\n")
     if output is Output.JSON:
@@ -187,26 +242,6 @@ def bench_queue(
             typer.echo("{}: {} ({} to {})".format(name.replace("_", " "), *figures))
     for name, value in found["ratios"].items():
         typer.echo(f"{name} = {value:.3f}")
-
-
-def _config(
-    model: Path | None, counts: list[int] | None, workloads: list[WorkloadName] | None, **rest: Any
-) -> BenchConfig:
-    from tokenfleet.worker.bench.runs import BenchConfig
-
-    return BenchConfig(
-        model=model or base.demo_model(),
-        counts=tuple(counts or (8,)),
-        workloads=tuple(name.value for name in workloads or (WorkloadName.W,)),
-        **rest,
-    )
-
-
-def _engine_settings(dtype: str, quantization: str | None, budget: int) -> dict[str, Any]:
-    settings: dict[str, Any] = {"dtype": dtype, "max_num_batched_tokens": budget}
-    if quantization is not None:
-        settings["quantization"] = quantization
-    return settings
 
 
 def report(

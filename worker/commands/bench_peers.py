@@ -12,15 +12,15 @@ import typer
 from tokenfleet.worker.commands import base
 from tokenfleet.worker.commands.base import Output, OutputOption
 from tokenfleet.worker.commands.bench import (
-    Counts,
     JsonPath,
     Model,
-    Repeats,
     Threads,
+    Work,
     WorkloadName,
-    Workloads,
     report,
 )
+
+WORK = Work(repeats=2)
 
 
 class Ours(StrEnum):
@@ -40,11 +40,7 @@ class Rival(StrEnum):
 
 
 def bench_peers(
-    model: Model = None,
-    count: Counts = None,
-    workload: Workloads = None,
-    repeats: Repeats = 2,
-    threads: Threads = 0,
+    work: Work = WORK,
     peer: Annotated[
         list[Rival] | None, typer.Option(help="Only these; repeatable.", show_default="all")
     ] = None,
@@ -66,17 +62,20 @@ def bench_peers(
     json_path: JsonPath = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Run W and S on our engine, on vLLM, llama.cpp and transformers in turns."""
+    """Run W and S on our engine, on vLLM, llama.cpp and transformers in turns.
+
+    Without -w it is both, without -n W is run with 1, 4, 8 and 32 jobs at once.
+    """
     from tokenfleet.worker.bench.peers import run
     from tokenfleet.worker.bench.runs import BenchConfig
 
     config = run.PeersConfig(
         BenchConfig(
-            model=model or base.demo_model(),
-            counts=tuple(count or (1, 4, 8, 32)),
-            workloads=tuple(w.value for w in workload or (WorkloadName.W, WorkloadName.S)),
-            repeats=repeats,
-            threads=threads,
+            model=work.model or base.demo_model(),
+            counts=tuple(work.count or (1, 4, 8, 32)),
+            workloads=tuple(w.value for w in work.workload or (WorkloadName.W, WorkloadName.S)),
+            repeats=work.repeats,
+            threads=work.threads,
             compare=("transformers",),
             engine={"max_num_batched_tokens": 576},
         ),

@@ -24,9 +24,10 @@ def bench_scaling(
         typer.Option(help="Directory with a tokenizer.", exists=True, file_okay=False),
     ] = None,
     workers: Annotated[
-        list[int] | None, typer.Option("-n", min=1, help="Workers; repeatable. 1, 2, 8 if none.")
+        list[int] | None,
+        typer.Option("-n", min=1, help="Workers; repeatable.", show_default="1, 2, 8"),
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1)] = 128,
+    jobs: Annotated[int, typer.Option(min=1, help="Jobs to run.")] = 128,
     tokens: Annotated[int, typer.Option(min=1, help="Of each job.")] = 50,
     step_ms: Annotated[float, typer.Option(min=1.0, help="How long a device's step lasts.")] = 100,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures there.")] = (

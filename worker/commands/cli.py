@@ -200,7 +200,7 @@ def _group(text: str, parent: typer.Typer | None = None, name: str = "") -> type
         pretty_exceptions_enable=False,
         add_completion=parent is None,
         context_settings=SETTINGS,
-        epilog=f"Example:  {EXAMPLES[name]}" if name else None,
+        epilog=_example(name) if name else None,
     )
     if parent is not None:
         parent.add_typer(group, name=name)
@@ -208,13 +208,17 @@ def _group(text: str, parent: typer.Typer | None = None, name: str = "") -> type
 
 
 def _add(app: typer.Typer, name: str, command: Command, group: str = "") -> None:
-    example = EXAMPLES[f"{group} {name}".strip()]
     app.command(
         name,
         short_help=_first_paragraph(inspect.cleandoc(command.__doc__ or "")),
-        epilog=f"Example:  {example}",
+        epilog=_example(f"{group} {name}".strip()),
         context_settings=cli_gateway.PASS_ON if command is cli_gateway.gateway else SETTINGS,
     )(flat(command))
+
+
+def _example(name: str) -> str:
+    """One line, however wide the terminal: it is there to be copied."""
+    return f"\b\nExample:\n  {EXAMPLES[name]}"
 
 
 def _first_paragraph(text: str) -> str:

@@ -23,13 +23,13 @@ PASS_ON: dict[str, Any] = {
 
 def gateway(
     flags: Annotated[
-        list[str] | None, typer.Argument(metavar="[FLAGS]...", help="See: tokenfleet-gateway -h")
+        list[str] | None, typer.Argument(metavar="[FLAGS]...", help="See: tokenfleet gateway -h")
     ] = None,
 ) -> None:
     """Serve an OpenAI-compatible API and a status page over the fleet."""
     from tokenfleet.producer.gateway.command import run
 
-    raise typer.Exit(run(flags or []))
+    raise typer.Exit(run(flags or [], prog="tokenfleet gateway"))
 
 
 def bench_gateway(

@@ -11,6 +11,7 @@ import asyncio
 import gc
 import inspect
 import os
+import re
 import socket
 import textwrap
 import time
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 DEMO_NAME = "smollm2"
 _HERE = ("localhost", "127.0.0.1", "::1")
+UNSET = re.compile(r"[;,] None = ([^.;]+)\.$")
 HIDDEN = ("fault",)
 """Settings that are hooks of the tests."""
 
@@ -77,11 +79,7 @@ def worker(
         if embedded:
             flags, server = _bring_along(flags)
         settings = load_settings(**flags)
-        if not settings.model.is_dir():
-            raise SettingsError(
-                "model must be a directory with config.json, safetensors and tokenizer.json, got "
-                f"{str(settings.model)!r}; download first what is on a hub"
-            )
+        _check_model(settings)
     except SettingsError as error:
         if server is not None:
             server.stop()
@@ -94,6 +92,22 @@ def worker(
     finally:
         if server is not None:
             server.stop()
+
+
+def _check_model(settings: WorkerSettings) -> None:
+    """Raises SettingsError for what is no checkpoint at first sight."""
+    from tokenfleet.worker.settings import SettingsError
+
+    simulated = settings.simulated_step_ms is not None  # that needs a tokenizer only
+    if not settings.model.is_dir():
+        raise SettingsError(
+            "model must be a directory with config.json, safetensors and tokenizer.json, got "
+            f"{str(settings.model)!r}; download first what is on a hub"
+        )
+    if not simulated and not (settings.model / "config.json").exists():
+        raise SettingsError(
+            f"model must be a Hugging Face checkpoint, but {settings.model} has no config.json"
+        )
 
 
 def with_setting_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -158,7 +172,7 @@ def _flag(name: str, field: FieldInfo, text: str) -> Any:
         kind, spelled = bool, f"--{word}/--no-{word}"
     option = typer.Option(
         spelled,
-        help=f"{text}{_default(field)}".strip(),
+        help=_with_default(text, field),
         metavar=None if kind is bool else _metavar(field.annotation),
         show_default=False,
         hidden=name in HIDDEN,
@@ -166,22 +180,26 @@ def _flag(name: str, field: FieldInfo, text: str) -> Any:
     return Annotated[kind | None, option]
 
 
-def _default(field: FieldInfo) -> str:
-    if field.is_required() or field.default is None:
-        return ""
+def _with_default(text: str, field: FieldInfo) -> str:
+    """The text of a setting, and what it is when nothing is said: `None` is no word of a shell."""
+    if field.is_required():
+        return f"{text}  [required]"
+    unset = UNSET.search(text)
+    if unset is not None:
+        return f"{text[: unset.start()]}.  [default: {unset[1]}]"
     shown = ("off", "on")[field.default] if isinstance(field.default, bool) else field.default
-    return f"  [default: {shown}]"
+    return text if shown is None else f"{text}  [default: {shown}]".strip()
 
 
 def _metavar(annotation: Any) -> str:
-    """What to write for a type: int -> INT, Literal -> a|b, Path | None -> PATH."""
+    """What to write for a type: int -> <int>, Literal -> <a|b>, Path | None -> <path>."""
     parts = [part for part in get_args(annotation) if part is not type(None)]
     if parts and isinstance(parts[0], str):
-        return "|".join(parts)
+        return f"<{'|'.join(parts)}>"
     if get_origin(annotation) is Annotated or len(parts) == 1:
         return _metavar(parts[0])
-    names = {int: "INT", float: "NUMBER", Path: "PATH", str: "TEXT", bool: "true|false"}
-    return names.get(annotation, "TEXT")
+    names = {int: "int", float: "float", Path: "path", bool: "true|false"}
+    return f"<{names.get(annotation, 'str')}>"
 
 
 def _bring_along(flags: dict[str, Any]) -> tuple[dict[str, Any], EmbeddedServer]:

@@ -11,6 +11,7 @@ import typer
 from click import Command
 from typer.testing import CliRunner
 
+from tokenfleet.producer.gateway.command import run as run_gateway
 from tokenfleet.worker.commands.cli import EXAMPLES, build
 from tokenfleet.worker.commands.cli import typed as words_so_far
 
@@ -72,6 +73,36 @@ def test_a_setting_is_shown_with_its_default_as_one_writes_it() -> None:
     shown = " ".join(said.split())
     assert "[default: redis://localhost:6379/0]" in shown
     assert "begin alike. [default: on]" in shown
+    assert "OpenTelemetry collector. [default: no export]" in shown
+    assert "None = " not in shown, "None is no word of a shell"
+
+
+def test_a_setting_of_the_gateway_is_shown_with_its_default_as_one_writes_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        run_gateway(["--help"], prog="tokenfleet gateway")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith("usage: tokenfleet gateway ")
+    assert "Port to listen on; 0 = any free one. [default: 8000]" in shown
+    assert "Serve /status, a page about the fleet. [default: on]" in shown
+    assert "None = " not in shown
+
+
+@pytest.mark.parametrize("path", sorted(set(LEAVES) - {"gateway"}))
+def test_every_option_says_what_it_is_for(path: str) -> None:
+    silent = [
+        parameter.name
+        for parameter in LEAVES[path].params
+        if not getattr(parameter, "help", None) and not getattr(parameter, "hidden", False)
+    ]
+    assert silent == []
+
+
+def test_an_example_is_one_line_to_copy_in_any_terminal() -> None:
+    words = ["bench", "engine"]
+    shown = CliRunner().invoke(build(words), [*words, "--help"], terminal_width=40).output
+    assert EXAMPLES["bench engine"] in shown
 
 
 @pytest.mark.parametrize("path", sorted(ALL))

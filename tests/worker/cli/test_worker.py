@@ -16,6 +16,8 @@ from tokenfleet.worker.commands.worker import HIDDEN, setting_texts
 from tokenfleet.worker.settings import WorkerSettings
 
 HEAVY = ("torch", "transformers", "redis", "pydantic", "opentelemetry", "grpc", "structlog")
+SIMULATED = ("--simulated-step-ms", "1")
+"""No model is looked for."""
 
 
 def test_every_setting_is_a_flag_with_its_default(run: Any) -> None:
@@ -39,10 +41,11 @@ def test_the_text_of_a_flag_is_the_text_of_its_setting() -> None:
         (("--block-size", "24", "--model", "x"), "block_size"),
         (("--dtype", "float8", "--model", "x"), "dtype"),
         (("--redis-url", "localhost", "--model", "x"), "redis_url"),
-        (("--otlp-endpoint", "collector:4317", "--model", "."), "otlp_endpoint"),
-        (("--trace-file", "/dev/null/spans.jsonl", "--model", "."), "/dev/null"),
+        (("--otlp-endpoint", "collector:4317", "--model", ".", *SIMULATED), "otlp_endpoint"),
+        (("--trace-file", "/dev/null/spans.jsonl", "--model", ".", *SIMULATED), "/dev/null"),
         (("--log-format", "xml", "--model", "."), "log-format"),
         (("--model", "owner/name"), "directory"),
+        (("--model", str(Path(__file__).parent)), "config.json"),
         (("--embedded", "--redis-url", "redis://example.org/0", "--model", "."), "this machine"),
         (("--embedded", "--redis-url", "redis://localhost:99999/0", "--model", "."), "port"),
         ((), "--model"),
