@@ -137,7 +137,9 @@ class HandBack:
                 "job_attempt_failed", job_id=job.id, attempt=job.claimed.attempt,
                 offset=job.logged, state=state, reason=why,
             )  # fmt: skip
-            self._owner.leave(job, "failed" if state == "failed" else "released")
+            self._owner.leave(
+                job, state.value if state is not None and state.terminal else "released"
+            )
 
     async def _release(self, jobs: Sequence[Job], why: str, *, preempted: bool = False) -> None:
         leaving = _present(jobs)

@@ -206,7 +206,8 @@ class JobQueue:
         """An attempt went wrong. Returns the job's state now; None: it is another attempt's.
 
         Retryable: the job waits out its back-off, or is dead-lettered when its failures are used
-        up. Not retryable: it has failed.
+        up; one that was to be cancelled, or whose deadline has passed, ends so. Not retryable: it
+        has failed.
         """
         return await self._fail(job.id, job.attempt, code, message, retryable=retryable)
 

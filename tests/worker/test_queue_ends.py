@@ -161,6 +161,19 @@ async def test_a_job_may_bring_its_own_number_of_failures(lab):
     assert await queue.fail(job, "boom", "it broke", retryable=True) == "failed"
 
 
+async def test_a_failure_behind_the_deadline_is_not_tried_again(lab):
+    """A reaper that passed meanwhile looks at its deadline no more."""
+    queue = await lab.queue()
+    job_id = await lab.submit(deadline_s=60)
+    (job,) = await queue.claim(1)
+    await lab.raw.hset(lab.keys.job(job_id), "deadline", 1)
+    await lab.raw.zadd(lab.keys.deadline, {job_id: 1})
+    await queue.reclaim()
+    assert await queue.fail(job, "boom", "it broke", retryable=True) == "expired"
+    assert await lab.raw.zcard(lab.keys.delay) == 0
+    assert (await lab.log(job_id))[-1].finish_reason == "expired"
+
+
 async def test_a_failure_that_cannot_be_retried_fails_the_job_without_a_dead_letter(lab):
     queue = await lab.queue()
     job_id = await lab.submit()

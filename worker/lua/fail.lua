@@ -28,6 +28,10 @@ if ARGV[7] ~= '1' or exhausted then
   if ARGV[7] == '1' or ARGV[14] == '1' then bury(id, now) end
   return 'failed'
 end
+if past(job.deadline, now) then -- nobody else would see it before the back-off is over
+  end_job(id, job, 'expired', now, ARGV[9], ARGV[10])
+  return 'expired'
+end
 local bound = math.min(tonumber(ARGV[12]), tonumber(ARGV[11]) * 2 ^ (failures - 1))
 local due = now + math.floor(tonumber(ARGV[13]) * bound)
 redis.call('HSET', KEYS[1], 'state', 'waiting', 'due', due)
