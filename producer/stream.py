@@ -209,7 +209,7 @@ class _Run:
                             yield fresh
                         continue
                     self._read_again()
-                elif entry <= self._cursor:
+                elif entry <= self._cursor and not event.final:  # a cursor may lie beyond the end
                     continue
             elif isinstance(message, Reread) and self._passing:
                 self._read_again()  # what was lost may have been lost once more

@@ -135,6 +135,18 @@ async def test_an_offset_beyond_the_end_brings_the_terminal_event(valkey_lab):
     assert event.final
 
 
+async def test_an_offset_beyond_the_end_brings_the_terminal_event_also_live(valkey_lab, until):
+    """And not only when the stream has been silent for long."""
+    writer = await writer_for(valkey_lab)
+    await writer.write(3)
+    job = valkey_lab.client(silence_s=240.0).job(writer.job.id)
+    following = asyncio.ensure_future(collect(job.stream(from_offset=100)))
+    await until(lambda: listens(valkey_lab, job.id))
+    await writer.finish()
+    (event,) = await following
+    assert event.final
+
+
 async def test_a_negative_offset_is_refused(valkey_lab):
     job = valkey_lab.client().job(await valkey_lab.submit())
     with pytest.raises(InvalidJob, match="from_offset"):
