@@ -50,6 +50,9 @@ class LocalEngine:
         self.core.add(request)
         self._work.set()
 
+    def flush(self) -> None:
+        """What is added here has arrived."""
+
     def abort(self, id: str, choice: int | None = None) -> None:
         self.core.abort(id, choice)
         self._work.set()
