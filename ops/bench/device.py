@@ -53,6 +53,7 @@ PARTS = (
     Part("kernels", 45),
     Part("transformers", 40),
     Part("engine-32B", 80),
+    Part("sanitizer", 200),
 )
 
 
@@ -167,7 +168,7 @@ def _command(part: Part, lines: Path, options: argparse.Namespace) -> list[str]:
 _SCRIPTS = {
     "machine": "device_kernels.py", "kernels": "device_kernels.py",
     "kernel-tests": "device_tests.py", "compile": "device_compile.py",
-    "equality": "device_equality.py",
+    "equality": "device_equality.py", "sanitizer": "device_equality.py",
 }  # fmt: skip
 
 

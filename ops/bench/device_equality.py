@@ -1,11 +1,15 @@
 """On random weights: eager steps give the tokens of plain torch, graphs and overlap those of eager
 steps, and memory comes back.
 
-Each batch size is a figure of its own, so one that fails hides no other.
+Each batch size is a figure of its own, so one that fails hides no other. The part `sanitizer` runs
+some eager steps where every access to memory is checked.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -106,12 +110,49 @@ def _sleep(
     findings.put("sleep", bytes_before=before, bytes_asleep=asleep, ok=equal)
 
 
-def main(_part: str, lines: str, *more: str) -> None:
-    """Compare, on the GPU where there is one."""
+def sanitizer(findings: Findings, lines: str, tiny: bool) -> None:
+    """`sanitized` under compute-sanitizer; in a dry run without it."""
+    command = [sys.executable, __file__, "sanitized", lines]
+    tool = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
+    if tiny:
+        command.append("--dry-run")
+    elif tool is not None:
+        command = [tool, "--tool", "memcheck", "--error-exitcode", "9", *command]
+    else:
+        findings.put("sanitizer", why="compute-sanitizer is not installed")
+        return
+    # memory of its own for each tensor: else what lies behind one is another one's
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    said = (done.stdout + done.stderr)[-3000:]
+    findings.put("sanitizer", ok=done.returncode == 0, code=done.returncode, said=said)
+
+
+def sanitized(findings: Findings, folder: Path, device: torch.device, tiny: bool) -> None:
+    """Eager steps of one sequence and of some, over weights in 16 bits and in FP8."""
+    for quantization in (None, "fp8"):
+        bench = Bench(
+            "tiny" if tiny else "small", folder, device, quantization=quantization,
+            dtype="float32" if tiny else "auto", max_num_seqs=5, max_num_batched_tokens=64,
+            max_model_len=128, num_blocks=60, prefix_cache=False, seed=1,
+        )  # fmt: skip
+        core = bench.core(**MODES["eager"])
+        for count in (1, 5):
+            play(core, _mixed(count))
+            findings.put("sanitized", quantization=quantization, batch=count)
+
+
+def main(part: str, lines: str, *more: str) -> None:
+    """Compare, on the GPU where there is one; or look for accesses beyond what is allocated."""
     tiny = "--dry-run" in more
     device = torch.device("cpu" if tiny or not torch.cuda.is_available() else "cuda")
+    findings = Findings(Path(lines))
+    if part == "sanitizer":
+        sanitizer(findings, lines, tiny)
+        return
     with tempfile.TemporaryDirectory() as folder:
-        equality(Findings(Path(lines)), Path(folder), device, tiny)
+        run = sanitized if part == "sanitized" else equality
+        run(findings, Path(folder), device, tiny)
 
 
 if __name__ == "__main__":

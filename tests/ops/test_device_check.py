@@ -36,6 +36,7 @@ PARTS = (
     "engine-8B-early",
     "kernels",
     "transformers",
+    "sanitizer",
 )
 
 
@@ -73,6 +74,8 @@ def test_every_part_runs_on_a_bare_box_and_writes_its_figures(tmp_path):
         "equality",
         "leak",
         "sleep",
+        "sanitized",
+        "sanitizer",
         "W",
         "prefill",
     } <= whats
