@@ -75,7 +75,8 @@ def _chat_template(path: Path, config: dict[str, Any]) -> str | None:
         return file.read_text(encoding="utf-8")
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        named = {entry.get("name"): entry.get("template") for entry in entries}
         template = named.get("default")
     return template if isinstance(template, str) else None
 

@@ -44,7 +44,12 @@ def read_quantization(raw: Mapping[str, Any]) -> Fp8Spec | None:
             f"quantization_config: checkpoints quantised by {method!r} are not supported; use"
             f" the checkpoint in bfloat16, float16, float32 or quantised by {' or '.join(readers)}"
         )
-    return readers[method](config)
+    try:
+        return readers[method](config)
+    except (TypeError, ValueError, AttributeError) as error:  # a part of it is of no known kind
+        raise UnsupportedModel(
+            f"quantization_config: {dict(config)!r:.300} is not understood: {error}"
+        ) from error
 
 
 def is_ignored(module: str, patterns: Sequence[str]) -> bool:

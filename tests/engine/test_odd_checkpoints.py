@@ -12,6 +12,7 @@ import pytest
 
 from tokenfleet.engine import CheckpointError, Engine, EngineConfig, SamplingParams
 from tokenfleet.engine.errors import EngineError
+from tokenfleet.engine.text import TextCodec
 
 
 def start(path: Path) -> Engine:
@@ -65,10 +66,24 @@ def test_a_file_that_holds_no_object_is_named(copied: Any, file: str, content: s
         start(copied(**{file: content}))
 
 
-@pytest.mark.parametrize("value", ["fp8", 8, ["fp8"], {"quant_method": ["fp8"]}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("fp8", 8, ["fp8"], {"quant_method": ["fp8"]}),
+        {"quant_method": "fp8", "weight_block_size": 128},
+        {"quant_method": "compressed-tensors", "config_groups": {"all": {"weights": 8}}},
+    ],
+)
 def test_a_quantization_that_says_nothing_known_is_refused(copied: Any, value: object) -> None:
     with pytest.raises(EngineError, match="quantization_config"):
         start(copied(config={"quantization_config": value}))
+
+
+@pytest.mark.parametrize("templates", [["a"], [{"name": "x"}], [{"template": "x"}], {"a": 1}, 5])
+def test_chat_templates_of_another_form_are_none(copied: Any, templates: object) -> None:
+    path = copied(tokenizer_config={"chat_template": templates})
+    (path / "chat_template.jinja").unlink()
+    assert TextCodec.load(path).chat_template is None
 
 
 def test_weights_that_are_a_link_to_nowhere_are_named(copied: Any) -> None:
