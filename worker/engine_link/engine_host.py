@@ -65,6 +65,8 @@ class EngineHost:
         self._clock = clock
         self._handle: EngineHandle | None = None
         self._deaths = 0
+        self._served = False
+        """Whether an engine of these settings has been ready."""
         self._stopping = False
 
     @property
@@ -86,7 +88,8 @@ class EngineHost:
         """Serve until stopped.
 
         Raises:
-            ConfigError, UnsupportedModel, CheckpointError: no engine can be started this way.
+            ConfigError, UnsupportedModel, CheckpointError: no engine can be started this way. Not
+                once one has been: the memory of a card may be another process's for a while.
             EngineLost: it dies again and again.
         """
         while True:
@@ -126,6 +129,12 @@ class EngineHost:
                     "raise engine_start_timeout_s"
                 )
             return str(error)
+        except EngineError as error:
+            if not self._served:
+                raise
+            self._deaths += 1
+            return f"{type(error).__name__}: {error}"
+        self._served = True
         self._dispatcher.launcher.engine = handle
         self._on_ready(info)
         self._dispatcher.launcher.now()
