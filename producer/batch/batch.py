@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Self
@@ -136,12 +137,15 @@ class Batch:
             return await self._end(runner)
 
     async def collect(self, client: AsyncClient) -> Summary:
-        """Write the results that are there, and submit nothing."""
+        """Write the results that are there, and submit nothing.
+
+        The summary has no rate: what is collected was made at another time.
+        """
         async with self._running(client, IN_FLIGHT, 0.0, None, begins=False) as runner:
             await runner.look_once()
             if runner.tally.done == self.state.lines:
                 self.state = self.state.at(Phase.COMPLETED)
-            return await self._end(runner)
+            return replace(await self._end(runner), tokens_per_s=0.0)
 
     async def cancel(self, client: AsyncClient) -> Summary:
         """End the jobs of all lines that are not done; `run` takes the batch up again.

@@ -76,7 +76,7 @@ class Summary:
     elapsed_s: float = 0.0
     """Of this run."""
     tokens_per_s: float = 0.0
-    """Of this run."""
+    """Of this run; 0 where it only collected."""
     resubmitted: int = 0
     """Jobs that Redis had lost, in this run."""
 

@@ -217,17 +217,25 @@ class BatchState:
 
     def check_settings(self, rules: FileRules, settings: BatchSettings) -> None:
         """Refuse to go on in another way. Raises BatchError."""
-        for ours, given in ((asdict(self.settings), settings), (asdict(self.rules), rules)):
-            for name, value in asdict(given).items():
-                if value != ours[name]:
-                    raise BatchError(
-                        f"{self.id} was started with {name}={ours[name]!r}, not {value!r}; go on "
-                        "with `resume`, or start anew with another output file"
-                    )
+        ours, given = _named(self.rules, self.settings), _named(rules, settings)
+        for name in sorted(ours | given):
+            before, now = ours.get(name), given.get(name)
+            if before != now:
+                raise BatchError(
+                    f"{self.id} was started with {name}={before!r}, not {now!r}; go on with "
+                    "`resume`, or start anew with another output file"
+                )
 
     def at(self, phase: Phase, **changes: Any) -> Self:
         """The same in another phase."""
         return replace(self, phase=phase, **changes)
+
+
+def _named(rules: FileRules, settings: BatchSettings) -> dict[str, Any]:
+    """All of both by name; what a line gets that does not say is named as in the line."""
+    found = asdict(settings) | asdict(rules)
+    defaults = found.pop("defaults")
+    return {**found, **defaults}
 
 
 def _sync_directory(path: Path) -> None:

@@ -99,6 +99,7 @@ async def test_a_faulty_file_is_exit_code_2_and_a_file_that_is_not_there_too(
     assert (faulty.code, faulty.out) == (2, "")
     assert faulty.err.count("invalid_json_line") == 21
     assert "and 10 more" in faulty.err
+    assert "a prompt is a JSON text in quotes" in faulty.err
     assert (missing.code, missing.out) == (2, "")
     assert "nothing.jsonl cannot be read" in missing.err
 
@@ -108,7 +109,7 @@ async def test_a_faulty_file_is_exit_code_2_and_a_file_that_is_not_there_too(
     [
         (("run", "."), "is a directory"),
         (("status", "/"), "is a directory"),
-        (("run", "REQUESTS", "--output-file", "/proc/none/x.jsonl"), "cannot be written"),
+        (("run", "REQUESTS", "--output-file", "/proc/none/x.jsonl"), "written into /proc/none"),
     ],
 )
 async def test_a_path_that_cannot_be_used_is_exit_code_2(
@@ -125,9 +126,30 @@ async def test_prompts_without_a_model_are_refused_with_the_option_that_gives_on
 ) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "x"}\n')
-    said = await batch.run("run", path)
+    for verb in ("run", "validate"):
+        said = await batch.run(verb, path)
+        assert said.code == 2
+        assert "run on the one that --model names" in said.err
+    assert said.out.rstrip().endswith("no model")
+
+
+async def test_a_file_of_which_some_lines_are_good_is_refused_with_the_option_that_runs_them(
+    batch: Commands, requests: Requests, tools: Any
+) -> None:
+    said = await batch.run("run", requests([tools.request_line("a"), b"x"]))
     assert said.code == 2
-    assert "--model" in said.err
+    assert "--skip-invalid runs the 1 valid line(s)" in said.err
+
+
+async def test_a_batch_begun_in_another_way_says_by_name_what_was_other(
+    batch: Commands, valkey_lab: Any, requests: Requests, working: Any
+) -> None:
+    path = requests(1)
+    async with working(valkey_lab):
+        await batch.run("run", path)
+    again = await batch.run("run", path, "--max-tokens", "7")
+    assert again.code == 2
+    assert "was started with max_tokens=None, not 7" in again.err
 
 
 async def test_a_batch_whose_model_nobody_serves_says_so(
@@ -162,6 +184,7 @@ async def test_run_prints_a_summary_with_tokens_cost_and_the_slowest_lines(
     assert len(tools.read_json_lines(BatchFiles.beside(path).output)) == 20
     again = await batch.run("run", path, "-o", "json")
     assert (again.code, again.json["completed"], len(again.json["slowest"])) == (0, 20, 5)
+    assert again.err == "it was completed before: nothing is run\n"
 
 
 async def test_failed_lines_are_exit_code_1(

@@ -26,15 +26,21 @@ def acl(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Print the ACL rules that a client, a worker or an operator needs, and no more."""
+    from tokenfleet.producer.errors import InvalidJob
     from tokenfleet.producer.rights import producer_rules
     from tokenfleet.worker.rights import operator_rules, worker_rules
 
-    rules = {
-        Role.PRODUCER: producer_rules,
-        Role.WORKER: worker_rules,
-        Role.OPERATOR: operator_rules,
-    }[role](namespace)
-    name = user or role.value
+    name = role.value if user is None else user
+    try:
+        rules = {
+            Role.PRODUCER: producer_rules,
+            Role.WORKER: worker_rules,
+            Role.OPERATOR: operator_rules,
+        }[role](namespace)
+        if not name.isprintable() or len(name.split()) != 1:
+            raise InvalidJob("user", name, "must be one word")
+    except InvalidJob as error:
+        base.fail(error, output)
     if output is Output.JSON:
         base.print_json({"user": name, "rules": rules})
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -238,16 +239,25 @@ def note(message: str) -> None:
 
 
 def print_json(value: object) -> None:
-    typer.echo(json.dumps(value, default=_plain, ensure_ascii=False))
+    typer.echo(json.dumps(_plain(value), ensure_ascii=False))
 
 
 def _plain(value: object) -> object:
-    """Mappings and sequences of any kind as JSON has them."""
+    """What JSON has for a value: null for numbers that it has not, text for bytes and other keys."""
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
     if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, Sequence | set | frozenset):
-        return list(value)
-    return str(value)
+        return {_key(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def _key(key: object) -> str:
+    text = _plain(key)
+    return text if isinstance(text, str) else json.dumps(text)
 
 
 def print_rows(

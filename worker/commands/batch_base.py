@@ -51,9 +51,13 @@ WAY = Way()
 
 
 async def run_batch(batch: Batch, client: AsyncClient, output: Output, way: Way) -> int:
+    from tokenfleet.producer.batch import Phase
     from tokenfleet.worker.commands.batch_view import shown
     from tokenfleet.worker.commands.unserved import said_if_unserved
 
+    if batch.state.phase is Phase.COMPLETED:
+        base.note("it was completed before: nothing is run")
+        return print_summary(await asyncio.to_thread(batch.summary), output)
     try:
         with shown(batch.state.lines, plain=way.plain) as view:
             looking = said_if_unserved(client, batch.state.model, after_s=LOOK_AFTER_S)
@@ -111,8 +115,11 @@ def checked(call: Callable[[], Found], output: Output) -> Found:
 
 def unreadable(path: Path, error: OSError, output: Output) -> NoReturn:
     """Says which file cannot be read or, where we are to make it, written."""
-    kind, done = ("Unwritable", "written") if path.suffix == ".tmp" else ("Unreadable", "read")
-    base.say_error(kind, f"{path} cannot be {done}: {error.strerror}", output)
+    if path.suffix == ".tmp":
+        said = f"nothing can be written into {path.absolute().parent}: {error.strerror}"
+        base.say_error("Unwritable", said, output)
+    else:
+        base.say_error("Unreadable", f"{path} cannot be read: {error.strerror}", output)
     raise typer.Exit(base.BAD_INPUT) from None
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenfleet.worker.commands import base
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 LINE_EVERY_S = 10.0
 BAR_EVERY_S = 0.25
 LOOK_EVERY_S = 0.5
+FIGURES_WIDTH = 68
+"""What all figures take beside a bar."""
+SHORTEST_BAR = 8
 
 
 class View(Protocol):
@@ -69,16 +73,18 @@ def shown(total: int, *, plain: bool) -> Iterator[View]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+    console = Console(stderr=True)
+    room = console.width - FIGURES_WIDTH
     columns = (
-        BarColumn(),
+        *([BarColumn(min(40, room))] if room >= SHORTEST_BAR else []),
         MofNCompleteColumn(),
         TextColumn("{task.fields[failed]} failed"),
-        TextColumn("{task.fields[running]} running"),
-        TextColumn("{task.fields[rate]} tokens/s"),
+        *([TextColumn("{task.fields[running]} running")] if room >= 0 else []),
+        *([TextColumn("{task.fields[rate]} tokens/s")] if room >= 0 else []),
         TextColumn("{task.fields[left]}"),
         TextColumn("[yellow]{task.fields[note]}"),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=console) as bar:
         yield BarView(bar, total)
 
 
@@ -149,8 +155,10 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
 
 def glance_rows(glance: Glance) -> list[tuple[str, str]]:
     """A glance as titles and texts."""
-    at_it = ", a process is at it" if glance.busy else ""
     left = glance.total - glance.completed - glance.failed
+    at_it = ", a process is at it" if glance.busy else ""
+    if left and not glance.busy:
+        at_it = f", no process is at it; go on with: tokenfleet batch resume {glance.output}"
     rows = [
         ("batch", f"{glance.batch}, {glance.phase}{at_it}"),
         (
@@ -164,7 +172,8 @@ def glance_rows(glance: Glance) -> list[tuple[str, str]]:
         rows.append(
             ("now", f"{progress['running']} running, {progress['waiting']} waiting, {rate}")
         )
-    return [*rows, ("input", glance.source), ("output", glance.output), ("errors", glance.errors)]
+    places = {"input": glance.source, "output": glance.output, "errors": glance.errors}
+    return [*rows, *((name, str(Path(place).absolute())) for name, place in places.items())]
 
 
 def _fields(progress: Progress | None) -> dict[str, Any]:
