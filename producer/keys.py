@@ -63,6 +63,13 @@ def check_name(field: str, value: object) -> str:
     return value
 
 
+def check_model(value: object) -> str:
+    """The name of a model, which stands in keys too."""
+    if not isinstance(value, str) or not 1 <= len(value) <= 256 or not value.isprintable():
+        raise InvalidJob("model", value, "must be the name of a model, 1 to 256 characters")
+    return value
+
+
 @lru_cache(1024)  # the same few names come with every job
 def _is_name(value: str) -> bool:
     return NAME.fullmatch(value) is not None

@@ -19,7 +19,7 @@ from tokenfleet.producer.checks import (
     is_text,
 )
 from tokenfleet.producer.errors import InvalidJob, UndecodableJob
-from tokenfleet.producer.keys import PRIORITIES, check_name
+from tokenfleet.producer.keys import PRIORITIES, check_model, check_name
 from tokenfleet.producer.sampling_params import SamplingParams
 
 MAX_JOB_BYTES = 256 * 1024
@@ -98,12 +98,7 @@ class JobRequest:
 
 
 def _check_target(job: JobRequest) -> None:
-    if (
-        not isinstance(job.model, str)
-        or not 1 <= len(job.model) <= 256
-        or not job.model.isprintable()
-    ):
-        raise InvalidJob("model", job.model, "must be the name of a model, 1 to 256 characters")
+    check_model(job.model)
     if not isinstance(job.priority, str) or job.priority not in PRIORITIES:
         raise InvalidJob("priority", job.priority, f"must be one of {', '.join(PRIORITIES)}")
     check_name("tenant", job.tenant)

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable
 from importlib.resources import files
 
+from tokenfleet.producer.keys import check_name
+
 _CALL = re.compile(r"redis\.p?call\('([A-Z]+)'(?:, *'([A-Z]+)')?")
 _WITH_SUBCOMMANDS = frozenset({"PUBSUB", "XGROUP", "XINFO"})
 _HIDDEN = ("publish", "spublish", "pubsub|numsub", "pubsub|shardnumsub")
@@ -43,7 +45,7 @@ def called_by(*packages: str) -> set[str]:
 
 def rules(namespace: str, commands: Iterable[str]) -> list[str]:
     """ACL rules for one namespace: its keys, its channels, these commands and nothing else."""
-    prefix = f"{{{namespace}:*"
+    prefix = f"{{{check_name('namespace', namespace)}:*"
     return ["resetkeys", "resetchannels", f"~{prefix}", f"&{prefix}", "-@all"] + [
         f"+{command}" for command in sorted(set(commands))
     ]

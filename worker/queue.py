@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from tokenfleet.producer.connection import Broker, Connection
-from tokenfleet.producer.keys import PRIORITIES, check_name, partition_of
+from tokenfleet.producer.keys import PRIORITIES, check_model, check_name, partition_of
 from tokenfleet.producer.protocol import EventError, JobResult, State
 from tokenfleet.producer.scripts import Script, load
 from tokenfleet.worker.claims import (
@@ -75,7 +75,7 @@ class JobQueue:
             else Connection(broker, namespace=namespace, partitions=partitions)
         )
         self.worker_id = check_name("worker_id", worker_id)
-        self.model_name = model_name
+        self.model_name = check_model(model_name)
         self._terms = Terms(
             worker_id=worker_id,
             model_name=model_name,

@@ -15,7 +15,7 @@ from typing import Any
 from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import InvalidJob
 from tokenfleet.producer.fleet import reaching
-from tokenfleet.producer.keys import PRIORITIES, check_name
+from tokenfleet.producer.keys import PRIORITIES, check_model, check_name
 from tokenfleet.producer.scripts import load
 from tokenfleet.worker.claims import text
 from tokenfleet.worker.rescue import REPAIR
@@ -76,7 +76,11 @@ class Rules:
             await self._settle_others(partition, tenant)
 
     async def pause(self, model: str, priorities: Iterable[str] = PRIORITIES) -> None:
-        """Let nobody claim from these queues; what runs goes on, what is submitted waits."""
+        """Let nobody claim from these queues; what runs goes on, what is submitted waits.
+
+        Raises InvalidJob for what can be no model's name.
+        """
+        check_model(model)
         classes = [f"{model}:{priority}" for priority in priorities]
         for partition in self._partitions:
             await self._connection.execute("SADD", self._keys(partition).paused, *classes)

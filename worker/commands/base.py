@@ -243,7 +243,7 @@ def print_json(value: object) -> None:
 
 
 def _plain(value: object) -> object:
-    """What JSON has for a value: null for numbers that it has not, text for bytes and other keys."""
+    """What JSON has for a value: null for odd numbers, text for bytes and for keys."""
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     if isinstance(value, Mapping):

@@ -106,6 +106,10 @@ def test_a_failed_job_is_exit_code_1_with_its_reason(echo: Any) -> None:
         (("submit", "x", "--redis-url", "http://localhost"), "redis"),
         (("no-such-command",), "no-such-command"),
         (("dead", "replay"), "--all"),
+        (("queue", "pause", ""), "name of a model"),
+        (("queue", "ensure", "two\nlines"), "name of a model"),
+        (("acl", "producer", "--namespace", "a:b"), "namespace"),
+        (("acl", "producer", "--user", "two words"), "user"),
     ],
 )
 def test_bad_input_is_exit_code_2_and_named(

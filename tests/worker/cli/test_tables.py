@@ -37,3 +37,17 @@ def test_a_pipe_gets_one_line_for_each_row(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_program_gets_the_row_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(shown(capsys, Output.JSON)) == [ROW]
+
+
+def test_what_msgpack_has_and_json_has_not_is_still_json(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A job's metadata may hold it."""
+    odd = {b"k": b"\xff", 2: float("nan"), True: [float("-inf"), (1, {None: 0.5})]}
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    base.print_json(odd)
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert found == {"k": "\ufffd", "2": None, "true": [None, [1, {"null": 0.5}]]}
