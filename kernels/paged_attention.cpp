@@ -4,7 +4,8 @@
 // does not depend on what else is in the batch nor on the number of threads:
 //   decode item (sequence, KV head, split of SPLIT or TALL_SPLIT tokens): reads its K and V once, for all query
 //     heads of the group; the splits of a sequence are merged at the end;
-//   chunk item (sequence, KV head, block of query tokens): online softmax over tiles of TILE tokens.
+//   chunk item (sequence, KV head, block of query tokens): online softmax over tiles of TILE tokens, which on AMX are
+//     packed before for all items of the sequence and head.
 #include "paged_chunk.h"
 #include "paged_chunk_tiles.h"
 #include "paged_decode.h"
@@ -13,8 +14,17 @@ using namespace tf;
 
 namespace {
 
+constexpr int64_t MOST_PACKED_BYTES = 8 << 20;  // beyond it, items pack their own
+
+// A tile of keys and values that several items of a sequence and head see.
+struct Packing {
+    int32_t sequence, head;
+    int64_t tile;
+};
+
 struct Plan {
     std::vector<Item> items;
+    std::vector<Packing> packings;
     std::vector<int64_t> decodes, first_partial;  // sequences with one query; their splits follow
     int64_t partials = 0, work = 0;
 
@@ -32,9 +42,20 @@ struct Plan {
         // a taller block packs its keys for more rows; the result of a row is the same in any
         const int64_t rows = chunks_on_tiles(p) && length * group > 2 * TALL_ROWS ? TALL_ROWS : ROWS;
         const int64_t block = rows / group > 0 ? rows / group : 1;
+        const int64_t tiles = add_packings(p, s, length > block), first = packings.size() - tiles * p.kv_heads;
         for (int64_t begin = (length - 1) / block * block; begin >= 0; begin -= block)  // longest first
             for (int32_t h = 0; h < p.kv_heads; h++)
-                items.push_back({(int32_t)s, h, begin, begin + block < length ? begin + block : length, -1});
+                items.push_back({(int32_t)s, h, begin, begin + block < length ? begin + block : length, -1,
+                                 tiles > 0 ? first + h * tiles : -1});
+    }
+    // Returns how many of each head; 0: none are shared.
+    int64_t add_packings(const Problem& p, int64_t s, bool several) {
+        if (!several || !chunks_on_tiles(p)) return 0;
+        const int64_t begin = p.first_tile(s), tiles = (p.kv_lens[s] - begin + TILE - 1) / TILE;
+        if ((int64_t)(packings.size() + tiles * p.kv_heads) * packed_bytes(p) > MOST_PACKED_BYTES) return 0;
+        for (int32_t h = 0; h < p.kv_heads; h++)
+            for (int64_t i = 0; i < tiles; i++) packings.push_back({(int32_t)s, h, begin + i * TILE});
+        return tiles;
     }
     void add_decode(const Problem& p, int64_t s) {
         decodes.push_back(s);
@@ -61,10 +82,21 @@ EXPORT void tf_paged_attention(const AttentionArguments* arguments) {
     static thread_local std::vector<float> partials;
     partials.resize(plan.partials * p.group() * partial_size(p));
     float* memory = partials.data();
+    static thread_local std::vector<uint8_t> tiles;
+    const int64_t packed = packed_bytes(p), packings = plan.packings.size();
+    if ((int64_t)tiles.size() < packings * packed + 64) tiles.resize(packings * packed + 64);
+    uint8_t* shared = (uint8_t*)(((uintptr_t)tiles.data() + 63) & ~(uintptr_t)63);
     const int64_t items = plan.items.size(), merges = plan.decodes.size() * q_heads;
 #pragma omp parallel if (plan.work > SERIAL_ELEMENTS)
     {
         bool configured = false;
+        if (packings > 0) {
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < packings; i++) {
+                const Packing& at = plan.packings[i];
+                pack_shared(p, at.sequence, at.head, at.tile, shared + i * packed);
+            }
+        }
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < items; i++) {  // chunks, which leave no tiles configured, come first
             if (plan.items[i].partial >= 0) {
@@ -72,7 +104,8 @@ EXPORT void tf_paged_attention(const AttentionArguments* arguments) {
                 configured = true;
                 decode_item(p, plan.items[i], memory);
             } else if (on_tiles) {
-                chunk_item_on_tiles(p, plan.items[i]);
+                const int64_t first = plan.items[i].packed;
+                chunk_item_on_tiles(p, plan.items[i], first < 0 ? nullptr : shared + first * packed);
             } else {
                 chunk_item(p, plan.items[i]);
             }

@@ -7,24 +7,19 @@
 #pragma once
 
 #include "paged_chunk.h"
-#include "quads.h"
+#include "paged_chunk_pack.h"
 
 namespace tf {
 
-// Whether chunks of this problem run on tiles.
-INLINE bool chunks_on_tiles(const Problem& p) {
-#if defined(TF_AMX)
-    const bool kv_fits = p.kv_dtype == BF16 || p.kv_dtype == I8;
-    return tiles_granted && p.dtype == BF16 && kv_fits && p.dim % 32 == 0 && p.dim <= 512 && p.scale > 0;
-#else
-    (void)p;
-    return false;
-#endif
-}
-
 #if defined(TF_AMX)
 
-static_assert(TILE == 16 * QUAD);
+// While it lives, this thread computes 0 for what is below 2^-126, which is slow to compute with.
+struct TinyIsZero {
+    const unsigned before = _mm_getcsr();
+
+    TinyIsZero() { _mm_setcsr(before | _MM_FLUSH_ZERO_ON); }
+    ~TinyIsZero() { _mm_setcsr(before); }
+};
 
 struct TileScratch {
     int64_t sets, blocks, quads;  // lane sets; tiles of the depth of a head, and quads of its sums
@@ -32,13 +27,12 @@ struct TileScratch {
     float *scores[2], *fresh[2];  // [TILE][16]; [quads][64 dimensions][16]
     f32x16 factors[2];            // for acc, before what is fresh comes to it
     i32x16* positions;            // [sets], of the query rows
-    uint8_t *queries, *keys;      // [sets][blocks] packed as tiles.h says; [TILE][dim]
-    uint8_t *values, *weights[2]; // [quads][TILE / 32][QUAD tiles]: dimensions x keys; [TILE / 32] packed
-    uint16_t* wide;               // [TILE][dim], values of int8 KV
+    uint8_t *queries, *weights[2];  // [sets][blocks], [TILE / 32]: packed as tiles.h says
+    uint8_t* packed;               // room for a tile of keys and values
     TileScratch(int64_t rows, int64_t dim) : sets((rows + 15) / 16), blocks(dim / 32), quads((blocks + 1) / 2) {
-        const int64_t sums = sets * quads * QUAD_BYTES, key_bytes = TILE * dim * 2, value_bytes = quads * QUAD_BYTES * TILE / 32;
+        const int64_t sums = sets * quads * QUAD_BYTES;
         const int64_t of_sets = sums + sets * (3 * 64 + blocks * BLOCK_BYTES), in_turns = TILE * 64 + quads * QUAD_BYTES + TILE * 32;
-        uint8_t* at = (uint8_t*)scratch((of_sets + 2 * in_turns + 2 * key_bytes + value_bytes) / 4);
+        uint8_t* at = (uint8_t*)scratch((of_sets + 2 * in_turns + PackedTile::bytes(dim)) / 4);
         acc = (float*)at, at += sums;
         top = (float*)at, at += sets * 64;
         total = (float*)at, at += sets * 64;
@@ -47,60 +41,17 @@ struct TileScratch {
         for (int i = 0; i < 2; i++) fresh[i] = (float*)at, at += quads * QUAD_BYTES;
         for (int i = 0; i < 2; i++) weights[i] = at, at += TILE * 32;
         queries = at, at += sets * blocks * BLOCK_BYTES;
-        keys = at, at += key_bytes;
-        wide = (uint16_t*)at, at += key_bytes;
-        values = at;
+        packed = at;
     }
 };
 
-// Rows of int8 KV of the tokens [begin, begin + count), x their scales, as bf16.
-INLINE void widen(const Problem& p, const Item& item, const void* codes, const float* scales, const int64_t* rows,
-                  int64_t begin, int64_t count, uint16_t* to) {
-    float scale[TILE];
-    p.find_scales(scales, item.sequence, item.head, begin, begin + count, scale);
-    for (int64_t j = 0; j < count; j++)
-        for (int64_t i = 0; i < p.dim; i += LANES)
-            store((bf16*)to + j * p.dim + i, load((const i8*)codes + rows[j] + i) * scale[j]);
-}
-
-// Keys as they are, values transposed; zeros for tokens outside [begin, end).
-INLINE void pack_tile(const Problem& p, const Item& item, int64_t tile, int64_t begin, int64_t end, TileScratch& memory) {
-    alignas(64) static const uint16_t nothing[1024] = {};
-    const uint16_t *v[TILE], *values = (const uint16_t*)p.v;
-    int64_t rows[TILE];
-    const int64_t low = begin > tile ? begin - tile : 0, high = end - tile < TILE ? end - tile : TILE;
-    uint16_t* keys = (uint16_t*)memory.keys;
-    p.find_rows(item.sequence, item.head, tile + low, tile + high, rows + low);
-    memset(keys, 0, low * p.dim * 2);
-    memset(keys + high * p.dim, 0, (TILE - high) * p.dim * 2);
-    if (p.kv_dtype == I8) {
-        widen(p, item, p.k, p.k_scales, rows + low, tile + low, high - low, keys + low * p.dim);
-        widen(p, item, p.v, p.v_scales, rows + low, tile + low, high - low, memory.wide);
-        values = memory.wide;
-        for (int64_t j = low; j < high; j++) rows[j] = (j - low) * p.dim;
-    } else {
-        for (int64_t j = low; j < high; j++) memcpy(keys + j * p.dim, (const uint16_t*)p.k + rows[j], p.dim * 2);
-    }
-    for (int64_t j = 0; j < TILE; j++) v[j] = j >= low && j < high ? values + rows[j] : nothing;
-    for (int64_t block = 0; block < p.dim / 16; block++)
-        for (int64_t step = 0; step < TILE / 32; step++) {
-            __m512i a[16];
-            for (int r = 0; r < 16; r++)
-                a[r] = pairs_of_rows(v[32 * step + 2 * r] + block * 16, v[32 * step + 2 * r + 1] + block * 16);
-            transpose(a);
-            uint8_t* to = memory.values + ((block / QUAD * (TILE / 32) + step) * QUAD + block % QUAD) * BLOCK_BYTES;
-            for (int r = 0; r < 16; r++) _mm512_store_si512(to + r * 64, a[r]);
-        }
-}
-
-// 2^x for x <= 0 within 1e-4 of it; 0 below -126 (what lies there is slow to compute with); a NaN stays one.
+// 2^x for x <= 0 within 1e-4 of it; where TinyIsZero, 0 below -126; a NaN stays one.
 INLINE f32x16 power_of_two(f32x16 x) {
     const f32x16 r = (f32x16)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x)
     f32x16 p = r * 7.8024519468e-2f + 2.2606717843e-1f;
     p = p * r + 6.9583352206e-1f;
     p = p * r + 9.9992522137e-1f;
-    const __mmask16 there = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-    return (f32x16)_mm512_maskz_scalef_ps(there, (__m512)p, (__m512)x);
+    return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)x);
 }
 
 // Scores of keys that a query row does not see become -infinity.
@@ -113,6 +64,13 @@ INLINE void hide(const Problem& p, i32x16 positions, int64_t tile, int64_t keys,
     }
 }
 
+// Two vectors as bf16, number after number of each in turn.
+INLINE __m512i pairs_of(f32x16 even, f32x16 odd) {
+    const __m512i side_by_side = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
+                                                  6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(side_by_side, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
+}
+
 INLINE f32x16 top_of(const float* scores, int64_t keys) {
     f32x16 tops[4] = {splat(NOTHING), splat(NOTHING), splat(NOTHING), splat(NOTHING)};
     for (int64_t j = 0; j < keys; j += 4)
@@ -122,23 +80,18 @@ INLINE f32x16 top_of(const float* scores, int64_t keys) {
 
 // Scores of a lane set become packed weights: 2^(score x scale - top). Returns their sums.
 INLINE f32x16 weigh(const float* scores, int64_t keys, float scale, f32x16 top, uint8_t* weights, Meanwhile& meanwhile) {
-    const __m512i side_by_side = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
-                                                  6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     const int64_t at_once = (meanwhile.steps * 16 + keys - 1) / keys;
     f32x16 sums[4] = {};
     for (int64_t begin = 0; begin < keys; begin += 16) {
+        meanwhile.advance(at_once);
         for (int64_t j = begin; j < begin + 16; j += 4) {
             f32x16 v[4];
             for (int i = 0; i < 4; i++) {
                 v[i] = power_of_two(load(scores + (j + i) * LANES) * scale - top);
                 sums[i] += v[i];
             }
-            for (int i = 0; i < 4; i += 2) {
-                const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)v[i + 1], (__m512)v[i]);
-                _mm512_store_si512(weights + (j + i) * 32, _mm512_permutexvar_epi16(side_by_side, both));
-            }
+            for (int i = 0; i < 4; i += 2) _mm512_store_si512(weights + (j + i) * 32, pairs_of(v[i], v[i + 1]));
         }
-        meanwhile.advance(at_once);
     }
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
@@ -148,52 +101,57 @@ struct TileWalk {
     const Problem& p;
     const Chunk& chunk;
     TileScratch& memory;
-    float scale;  // of scores, to base 2
+    float scale;          // of scores, to base 2
+    PackedTile packed{};  // the tile that is walked
 
-    // Of a query row; rows beyond the last repeat it.
-    INLINE int64_t position(int64_t row) const {
-        return chunk.position + (row < chunk.rows ? row : chunk.rows - 1) / chunk.group;
-    }
+    INLINE int64_t first_position(int64_t set) const { return memory.positions[set][0]; }
+    INLINE int64_t last_position(int64_t set) const { return memory.positions[set][15]; }
     // Keys of the tile that a set needs: those before the position of its last row.
     INLINE int64_t keys_of(int64_t set, int64_t tile) const {
-        const int64_t needed = position(set * 16 + 15) + 1 - tile;
+        const int64_t needed = last_position(set) + 1 - tile;
         return needed < TILE ? round_up(needed, 32) : TILE;
     }
     INLINE void add_scores(Meanwhile& to, int64_t set) const {
         const int64_t width = p.dim * 2;
-        to.add({memory.keys, memory.queries + set * memory.blocks * BLOCK_BYTES, 16 * width, width, 64, memory.blocks,
+        to.add({packed.keys, memory.queries + set * memory.blocks * BLOCK_BYTES, 16 * width, width, 64, memory.blocks,
                 memory.scores[set % 2]});
     }
     INLINE void add_sums(Meanwhile& to, int64_t set, int64_t keys) const {
         for (int64_t quad = 0; quad < memory.quads; quad++)
-            to.add({memory.values + quad * (TILE / 32) * QUAD_BYTES, memory.weights[set % 2], BLOCK_BYTES, 64, QUAD_BYTES,
+            to.add({packed.values + quad * (TILE / 32) * QUAD_BYTES, memory.weights[set % 2], BLOCK_BYTES, 64, QUAD_BYTES,
                     keys / 32, memory.fresh[set % 2] + quad * (QUAD_BYTES / 4)});
     }
-    // The set's scores of the tile become weights.
-    INLINE void weigh_set(int64_t set, int64_t tile, int64_t keys, Meanwhile& meanwhile) const {
+    // The set's scores of the tile become weights; what is fresh of the set before the last comes to its sums, while
+    // the highest score is found.
+    INLINE void weigh_set(int64_t first, int64_t set, int64_t tile, int64_t keys, Meanwhile& meanwhile) const {
         float *scores = memory.scores[set % 2], *top = memory.top + set * LANES, *total = memory.total + set * LANES;
         if (p.softcap > 0) {
             for (int64_t i = 0; i < keys * LANES; i += LANES) store(scores + i, load(scores + i) * p.scale);
             soften(scores, keys * LANES, p.softcap);
         }
         const i32x16 positions = memory.positions[set];
-        if (position(set * 16) < tile + keys - 1 || (p.window > 0 && tile <= position(set * 16 + 15) - p.window))
+        if (first_position(set) < tile + keys - 1 || (p.window > 0 && tile <= last_position(set) - p.window))
             hide(p, positions, tile, keys, scores);
         const f32x16 before = load(top), now = max(before, top_of(scores, keys) * scale);
         // of a row that has seen nothing yet, -infinity - -infinity would be NaN
         const f32x16 used = now == NOTHING ? f32x16{} : now;
         const f32x16 factor = now == before ? splat(1.0f) : power_of_two(before - used);
+        if (set >= first + 2) add_fresh(set - 2, tile);
         const f32x16 fresh = weigh(scores, keys, scale, used, memory.weights[set % 2], meanwhile);
         meanwhile.advance(meanwhile.steps);
         store(top, now);
         store(total, load(total) * factor + fresh);
         memory.factors[set % 2] = factor;
     }
-    // What the weights of the set have brought comes to its sums.
-    INLINE void add_fresh(int64_t set) const {
+    // What the weights of the set have brought comes to its sums; of the first tile it is the sums.
+    INLINE void add_fresh(int64_t set, int64_t tile) const {
         const float* fresh = memory.fresh[set % 2];
         float* acc = memory.acc + set * memory.quads * (QUAD_BYTES / 4);
         const f32x16 factor = memory.factors[set % 2];
+        if (tile <= chunk.begin) {
+            memcpy(acc, fresh, memory.quads * QUAD_BYTES);
+            return;
+        }
         for (int64_t i = 0; i < memory.quads * (QUAD_BYTES / 4); i += LANES)
             store(acc + i, load(acc + i) * factor + load(fresh + i));
     }
@@ -209,28 +167,41 @@ struct TileWalk {
             if (set + 1 < memory.sets) add_scores(meanwhile, set + 1);
             if (set > first) add_sums(meanwhile, set - 1, before);
             before = keys_of(set, tile);
-            weigh_set(set, tile, before, meanwhile);
-            if (set > first) add_fresh(set - 1);
+            weigh_set(first, set, tile, before, meanwhile);
         }
         Meanwhile closing;
         add_sums(closing, memory.sets - 1, before);
+        if (memory.sets > first + 1) add_fresh(memory.sets - 2, tile);
         closing.advance(closing.steps);
-        add_fresh(memory.sets - 1);
+        add_fresh(memory.sets - 1, tile);
     }
 };
 
-// Queries packed, positions, nothing summed up.
-INLINE void start_sets(const Problem& p, const Item& item, const TileWalk& walk, TileScratch& memory) {
-    const Chunk& chunk = walk.chunk;
-    memset(memory.acc, 0, memory.sets * memory.quads * QUAD_BYTES);
+// Visits the query rows of an item, token after token, without a division for each; those beyond the last repeat it.
+struct RowWalk {
+    const Chunk& chunk;
+    int64_t left, token = 0, head = 0;  // rows after this one; token of the chunk, head of the group
+
+    explicit RowWalk(const Chunk& chunk) : chunk(chunk), left(chunk.rows - 1) {}
+    INLINE void next() {
+        if (left <= 0) return;
+        left--;
+        if (++head == chunk.group) head = 0, token++;
+    }
+};
+
+// Queries packed, positions, nothing seen yet.
+INLINE void start_sets(const Problem& p, const Item& item, const Chunk& chunk, TileScratch& memory) {
+    RowWalk row(chunk);
     for (int64_t set = 0; set < memory.sets; set++) {
         const uint16_t* rows[16];
-        for (int64_t i = 0; i < 16; i++) {
-            const int64_t row = set * 16 + i < chunk.rows ? set * 16 + i : chunk.rows - 1;
-            const int64_t token = chunk.first_token + row / chunk.group, head = item.head * chunk.group + row % chunk.group;
-            rows[i] = (const uint16_t*)p.q + token * p.q_stride_token + head * p.q_stride_head;
-            memory.positions[set][i] = (int32_t)walk.position(row);
+        alignas(64) int32_t positions[16];
+        for (int64_t i = 0; i < 16; i++, row.next()) {
+            const int64_t head = item.head * chunk.group + row.head;
+            rows[i] = (const uint16_t*)p.q + (chunk.first_token + row.token) * p.q_stride_token + head * p.q_stride_head;
+            positions[i] = (int32_t)(chunk.position + row.token);
         }
+        memcpy(memory.positions + set, positions, 64);
         for (int64_t block = 0; block < memory.blocks; block++) {
             __m512i a[16];
             for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(rows[i] + block * 32);
@@ -257,39 +228,46 @@ INLINE f32x16 last_factor(const Problem& p, const Item& item, const Chunk& chunk
     return factor / sum;
 }
 
-INLINE void store_set(const Problem& p, const Item& item, const Chunk& chunk, int64_t set, const TileScratch& memory) {
-    const f32x16 factor = last_factor(p, item, chunk, set, memory);
-    const int64_t left = chunk.rows - set * 16, count = left < 16 ? left : 16;
-    for (int64_t d = 0; d < p.dim; d += 16) {
-        const float* acc = memory.acc + set * memory.quads * (QUAD_BYTES / 4) + d * LANES;
-        __m512i a[16];
-        for (int i = 0; i < 16; i++) a[i] = (__m512i)(load(acc + i * LANES) * factor);
-        transpose(a);
-        for (int64_t i = 0; i < count; i++) {
-            const int64_t row = set * 16 + i, token = chunk.first_token + row / chunk.group;
-            const int64_t head = item.head * chunk.group + row % chunk.group;
-            store((bf16*)p.out + (token * p.q_heads + head) * p.dim + d, (f32x16)a[i]);
+INLINE void store_sets(const Problem& p, const Item& item, const Chunk& chunk, const TileScratch& memory) {
+    RowWalk row(chunk);
+    for (int64_t set = 0; set < memory.sets; set++) {
+        const f32x16 factor = last_factor(p, item, chunk, set, memory);
+        const int64_t left = chunk.rows - set * 16, count = left < 16 ? left : 16;
+        uint16_t* rows[16];
+        for (int64_t i = 0; i < count; i++, row.next())
+            rows[i] = (uint16_t*)p.out + ((chunk.first_token + row.token) * p.q_heads + item.head * chunk.group + row.head) * p.dim;
+        for (int64_t d = 0; d < p.dim; d += 32) {
+            const float* acc = memory.acc + set * memory.quads * (QUAD_BYTES / 4) + d * LANES;
+            __m512i a[16];
+            for (int i = 0; i < 16; i++)
+                a[i] = pairs_of(load(acc + 2 * i * LANES) * factor, load(acc + (2 * i + 1) * LANES) * factor);
+            transpose(a);
+            for (int64_t i = 0; i < count; i++) _mm512_storeu_si512(rows[i] + d, a[i]);
         }
     }
 }
 
-inline void chunk_item_on_tiles(const Problem& p, const Item& item) {
+// shared: the packed tiles of the item's sequence and head, from first_tile on; null: they are packed here.
+inline void chunk_item_on_tiles(const Problem& p, const Item& item, uint8_t* shared) {
     const Chunk chunk(p, item);
     TileScratch memory(chunk.rows, p.dim);
-    const TileWalk walk{p, chunk, memory, (p.softcap > 0 ? 1.0f : p.scale) * 1.44269504088896341f};
-    start_sets(p, item, walk, memory);
+    TileWalk walk{p, chunk, memory, (p.softcap > 0 ? 1.0f : p.scale) * 1.44269504088896341f};
+    start_sets(p, item, chunk, memory);
+    const TinyIsZero tiny;
     configure_tiles(16, 16);
+    const int64_t first = p.first_tile(item.sequence), bytes = PackedTile::bytes(p.dim);
     for (int64_t tile = chunk.begin / TILE * TILE; tile < chunk.end; tile += TILE) {
-        pack_tile(p, item, tile, chunk.begin, chunk.end, memory);
+        walk.packed = PackedTile(p.dim, shared ? shared + (tile - first) / TILE * bytes : memory.packed);
+        if (!shared) pack_tile(p, item.sequence, item.head, tile, chunk.begin, chunk.end, walk.packed);
         walk.run(tile > chunk.position ? (tile - chunk.position) * chunk.group / 16 : 0, tile);
     }
     _tile_release();
-    for (int64_t set = 0; set < memory.sets; set++) store_set(p, item, chunk, set, memory);
+    store_sets(p, item, chunk, memory);
 }
 
 #else
 
-inline void chunk_item_on_tiles(const Problem& p, const Item& item) { chunk_item(p, item); }
+inline void chunk_item_on_tiles(const Problem& p, const Item& item, uint8_t*) { chunk_item(p, item); }
 
 #endif
 

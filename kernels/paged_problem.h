@@ -69,12 +69,15 @@ struct Problem {
     INLINE int64_t first_visible(int64_t position) const {
         return window > 0 && position >= window ? position - window + 1 : 0;
     }
+    // The first one that any query of the sequence sees, down to a whole tile.
+    INLINE int64_t first_tile(int64_t s) const { return first_visible(kv_lens[s] - query_len(s)) / TILE * TILE; }
 };
 
 struct Item {
     int32_t sequence, head;
     int64_t begin, end;  // decode: tokens of the split; chunk: query tokens
     int64_t partial;     // decode: index of this split's partial result; -1 for a chunk
+    int64_t packed = -1; // chunk: index of the first packed tile of its sequence and head; -1: it packs its own
 };
 
 // A split's result for one head: the header (highest score, sum of weights), then dim sums.
