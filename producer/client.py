@@ -102,7 +102,10 @@ class AsyncClient:
         await self.link.connection.ready()
 
     async def aclose(self) -> None:
-        """Close the connections; streams still open end with StreamInterrupted. Jobs go on."""
+        """Close the connections; streams still open end with StreamInterrupted. Jobs go on.
+
+        A later call opens new ones, in whatever event loop it is made; close again after it.
+        """
         link = self._link_here()
         self._link = None
         if link is not None:
