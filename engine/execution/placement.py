@@ -30,8 +30,20 @@ def pick_device(config: EngineConfig) -> torch.device:
     """
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
-        raise ConfigError('device is "cuda" and torch finds no CUDA device; use "cpu" or "auto"')
+        raise ConfigError(
+            f'device is "cuda" and torch {torch.__version__} finds no CUDA device:'
+            f' {_why_no_cuda()}; mend that, or use "cpu" or "auto"'
+        )
     return torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
+
+
+def _why_no_cuda() -> str:
+    """What torch says when it is made to look: no driver, one too old, a build without CUDA."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        return str(error).splitlines()[0].rstrip(".")
+    return "the driver shows none (CUDA_VISIBLE_DEVICES, nvidia-smi)"
 
 
 def pick_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:

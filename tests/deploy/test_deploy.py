@@ -216,6 +216,28 @@ def test_units_are_valid_and_hardened(deploy: Path, tmp_path: Path, unit: str) -
     run("systemd-analyze", "security", "--offline=true", "--threshold=20", file)
 
 
+def test_the_workers_unit_leaves_a_cards_devices_alone(deploy: Path) -> None:
+    """ProtectClock allows one device, which before systemd 253 forbids all others."""
+    text = (deploy / "systemd" / "tokenfleet-worker@.service").read_text()
+    for setting in ("PrivateDevices", "ProtectClock", "DeviceAllow", "DevicePolicy"):
+        assert re.search(rf"^{setting}=", text, re.MULTILINE) is None
+
+
+def test_with_the_gpu_file_a_worker_has_a_card_and_serves_on_nothing_else(
+    deploy: Path, compose: dict[str, Any]
+) -> None:
+    from compose_spec import ComposeSpecification
+
+    over = yaml.safe_load((deploy / "compose.gpu.yaml").read_text())
+    ComposeSpecification.model_validate(over)
+    ((name, worker),) = over["services"].items()
+    assert worker["image"] == compose["services"][name]["image"] + "-cuda"
+    assert worker["build"]["args"] == {"TORCH_INDEX": ""}  # as the Dockerfile says
+    assert worker["environment"] == {"TOKENFLEET_DEVICE": "cuda"}
+    (card,) = worker["deploy"]["resources"]["reservations"]["devices"]
+    assert card == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+
+
 def test_the_unit_waits_longer_than_the_drain(deploy: Path) -> None:
     for unit, grace in (
         ("tokenfleet-worker@.service", "TOKENFLEET_GRACE_S"),

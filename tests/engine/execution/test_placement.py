@@ -5,7 +5,7 @@ import torch
 
 from tokenfleet.engine import Engine, EngineConfig
 from tokenfleet.engine.errors import ConfigError
-from tokenfleet.engine.execution.placement import check_quantization
+from tokenfleet.engine.execution.placement import check_quantization, pick_device
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,27 @@ def test_int8_is_refused_on_cuda_by_name(tmp_path, name):
     check_quantization(config, torch.device("cpu"))
     with pytest.raises(ConfigError, match=f"{name} 'int8' is not available on cuda; use 'fp8'"):
         check_quantization(config, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nUpdate"),
+         r"found version 11040\); mend that"),
+        (AssertionError("Torch not compiled with CUDA enabled"), "not compiled with CUDA"),
+        (None, "the driver shows none"),
+    ],
+    ids=["driver", "build", "hidden"],
+)  # fmt: skip
+def test_a_card_that_torch_does_not_find_is_refused_with_what_torch_says(
+    said, told, tmp_path, monkeypatch
+):
+    def init():
+        if said is not None:
+            raise said
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    assert pick_device(EngineConfig(tmp_path)) == torch.device("cpu")
+    with pytest.raises(ConfigError, match=told):
+        pick_device(EngineConfig(tmp_path, device="cuda"))
