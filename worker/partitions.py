@@ -4,7 +4,7 @@ A look at every partition, all at once, says how many jobs of each class wait th
 claimed then is claimed only where it waits, all at once again: an urgent job of any partition goes
 before a less urgent one of any other, and a claim takes as long over sixteen partitions as over
 two. One that cannot be reached keeps nobody from the others, nor does one that says nothing: once
-another has answered, it gets as long again and LOOK_S.
+another has answered, it gets as long again and LOOK_S, and then it is not asked for REST_S.
 
 Invariant: what is allotted is no more than was asked for, and no more than waits.
 """
@@ -12,6 +12,7 @@ Invariant: what is allotted is no more than was asked for, and no more than wait
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,36 @@ Waiting = Mapping[int, Mapping[str, int]]
 Result = TypeVar("Result")
 
 LOOK_S = 1.0
-"""A look takes nothing: one that is given up here is made again in the next claim."""
+"""A look takes nothing: one that is given up here is made again in a later claim."""
+
+REST_S = 5.0
+"""So long claims do not wait for a part of a cluster that says nothing."""
+
+
+class PartitionSilent(BrokerUnavailable):
+    """It has not answered a look as the others have."""
+
+
+class Silences:
+    """Which partitions are not asked for now.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._until: dict[int, float] = {}
+
+    def asked(self, partitions: Sequence[int]) -> list[int]:
+        """Those to look into; all where none is left."""
+        now = self._clock()
+        return [p for p in partitions if self._until.get(p, now) <= now] or list(partitions)
+
+    def note(self, unseen: Mapping[int, Exception]) -> None:
+        """What a look has not seen, and why."""
+        until = self._clock() + REST_S
+        self._until |= {p: until for p, why in unseen.items() if isinstance(why, PartitionSilent)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +84,7 @@ class Spread:
 
     calls: Calls
     order: ClassOrder
+    silences: Silences
     count: int
     jobs: list[ClaimedJob] = field(default_factory=list)
     errors: list[Exception] = field(default_factory=list)
@@ -63,9 +94,10 @@ class Spread:
 
     async def run(self, partitions: Sequence[int], most_at_once: int) -> None:
         """Rounds, in the order of `partitions`; each brings a job or gives up a partition."""
-        left = list(partitions)
+        left = self.silences.asked(partitions)
         while left and (want := min(self.count - len(self.jobs), most_at_once)) > 0:
             waiting, unseen = await look(self.calls.peek, left, want)
+            self.silences.note(unseen)
             self.errors += unseen.values()
             shares = allot(self.order.plan(want), waiting, want)
             if not shares:
@@ -109,7 +141,7 @@ async def look(
                 found = await peek(partition, most)
         except TimeoutError:
             silent = f"partition {partition} has not answered as the others have"
-            raise BrokerUnavailable(silent) from None
+            raise PartitionSilent(silent) from None
         finally:
             limits.discard(limit)
         if until is None:

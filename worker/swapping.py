@@ -17,7 +17,7 @@ from typing import Protocol
 
 from tokenfleet.producer.keys import PRIORITIES, partition_of
 from tokenfleet.worker.claims import ClaimedJob, by_partition
-from tokenfleet.worker.partitions import allot, look, settled
+from tokenfleet.worker.partitions import Silences, allot, look, settled
 from tokenfleet.worker.priorities import Offer
 
 URGENT = PRIORITIES[:-1]
@@ -44,6 +44,7 @@ class Swap:
     """One swap over several partitions."""
 
     calls: Calls
+    silences: Silences
     hold: Hold
     jobs: list[ClaimedJob] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)
@@ -58,9 +59,11 @@ class Swap:
 
         A partition that is away keeps its victims.
         """
-        waiting, unseen = await look(self.calls.peek_urgent, partitions, len(victims))
+        asked = self.silences.asked(partitions)
+        waiting, unseen = await look(self.calls.peek_urgent, asked, len(victims))
+        self.silences.note(unseen)
         self.errors += unseen.values()
-        able = [one for one in victims if partition_of(one.id) not in unseen]
+        able = [one for one in victims if partition_of(one.id) in waiting]
         shares = allot([Offer(name, len(able)) for name in URGENT], waiting, len(able))
         wanted = {partition: sum(share.values()) for partition, share in shares.items()}
         beside, others, left = pair(able, wanted)

@@ -20,7 +20,7 @@ from tokenfleet.producer.scripts import Script, load
 from tokenfleet.worker.broker import BROKER_ERRORS
 from tokenfleet.worker.claims import ClaimedJob, NothingTaken, Terms, claimed_job, text
 from tokenfleet.worker.doorbell import Doorbell
-from tokenfleet.worker.partitions import Spread, Taken
+from tokenfleet.worker.partitions import Silences, Spread, Taken
 from tokenfleet.worker.priorities import ClassOrder, Offer
 from tokenfleet.worker.swapping import URGENT, Hold, Swap
 
@@ -60,6 +60,7 @@ class Taker:
         self._bury = bury
         self._put_back = put_back
         self._regrouped = regrouped
+        self._silences = Silences()
         self._bell = Doorbell(connection)
         self._urgent_bell = Doorbell(connection)
         self._next_due_ms: int | None = None
@@ -95,7 +96,7 @@ class Taker:
         return jobs
 
     async def _claim_spread(self, count: int, partitions: Sequence[int]) -> list[ClaimedJob]:
-        spread = Spread(self, self._order, count)
+        spread = Spread(self, self._order, self._silences, count)
         await spread.run(partitions, MOST_PER_CLAIM)
         self.cut_short = spread.cut_short
         if spread.errors and not spread.jobs:
@@ -116,7 +117,7 @@ class Taker:
                 gone |= put_back
             self.cut_short = False
             return jobs, frozenset(put_back)
-        swap = Swap(self, hold)
+        swap = Swap(self, self._silences, hold)
         await swap.run(victims, partitions)
         self.cut_short = swap.cut_short
         if swap.errors and not swap.jobs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -239,6 +240,7 @@ async def test_a_part_of_a_cluster_that_says_nothing_keeps_nobody_from_the_other
     left = set(ids[1:])
     with monkeypatch.context() as hurried:
         hurried.setattr(partitions, "LOOK_S", 0.05)
+        hurried.setattr(partitions, "REST_S", 0.0)
         while left:  # a part that is slow here for another reason comes with the next claim
             with suppress(BrokerUnavailable):
                 left -= {job.id for job in await spread.claim(9)}
@@ -246,6 +248,34 @@ async def test_a_part_of_a_cluster_that_says_nothing_keeps_nobody_from_the_other
             await spread.claim(9)
     spread.connection.run = run
     assert [job.id for job in await spread.claim(9)] == ids[:1]
+
+
+async def test_a_part_of_a_cluster_that_said_nothing_is_waited_for_once_in_a_while(
+    valkey_lab, spread, monkeypatch
+):
+    ids = [await put(valkey_lab, p) for p in range(PARTITIONS)]
+    run, asked, got = spread.connection.run, list[int](), set[str]()
+
+    async def hangs(script: Any, partition: int, *rest: Any, **more: Any) -> Any:
+        asked.append(partition)
+        if partition == 0:
+            await asyncio.Event().wait()
+        return await run(script, partition, *rest, **more)
+
+    spread.connection.run = hangs
+    with monkeypatch.context() as hurried:
+        hurried.setattr(partitions, "LOOK_S", 0.05)
+        hurried.setattr(partitions, "REST_S", 3600.0)
+        got |= {job.id for job in await spread.claim(9)}
+    assert 0 in asked
+    asked.clear()
+    got |= {job.id for job in await spread.claim(9)}
+    assert 0 not in asked
+    now = time.monotonic()
+    monkeypatch.setattr(spread._taker._silences, "_clock", lambda: now + 7200)
+    spread.connection.run = run
+    got |= {job.id for job in await spread.claim(9)}
+    assert got == {*ids}
 
 
 async def test_a_claim_without_a_reply_in_one_partition_brings_the_jobs_of_the_others(
