@@ -140,6 +140,9 @@ class WorkerSettings(BaseSettings):
     For measuring a fleet apart from its hardware."""
     fault: str | None = None
     """Test hook of the engine process: `kill@add:7` and the like (worker/engine_link/faults.py)."""
+    step_log: Path | None = None
+    """Bench hook of the engine process: a file for when first tokens were made
+    (worker/engine_link/step_log.py)."""
 
     @field_validator("log_level", "dtype", "device", mode="before")
     @classmethod
@@ -239,7 +242,8 @@ def engine_options(settings: WorkerSettings) -> dict[str, Any]:
     """What the engine process is told beyond its config: hooks of tests and benches."""
     step_ms = settings.simulated_step_ms
     simulated = {} if step_ms is None else {"simulated_step_s": step_ms / 1000}
-    return {"fault": settings.fault, **simulated}
+    step_log = None if settings.step_log is None else str(settings.step_log)
+    return {"fault": settings.fault, "step_log": step_log, **simulated}
 
 
 def unknown_variables(environ: dict[str, str] | None = None) -> list[str]:

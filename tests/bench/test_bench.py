@@ -15,6 +15,17 @@ from typing import Any
 import pytest
 
 from tokenfleet.worker.bench.figures import Seen, Summary, figures_of, percentile, ratio
+from tokenfleet.worker.bench.first_token import (
+    FEWEST_PAIRS,
+    MOST_PAIRS,
+    FirstTokens,
+    Pair,
+    Turn,
+    in_pairs,
+    in_words,
+    interval,
+    short_w,
+)
 from tokenfleet.worker.bench.fleet import FleetContender, bench_fleet
 from tokenfleet.worker.bench.runs import (
     UNSET,
@@ -143,7 +154,7 @@ def test_the_engine_is_compared_with_transformers_in_one_run(tiny_checkpoint: Pa
 
 
 def test_the_fleet_is_compared_with_the_engine_alone_in_one_run(tiny_checkpoint: Path) -> None:
-    config = BenchConfig(tiny_checkpoint, counts=(2,), repeats=1, threads=1)
+    config = BenchConfig(tiny_checkpoint, counts=(2,), repeats=1, threads=1, first_token_s=0.01)
     for _ in range(3):  # a busy machine may let the first job end before the second one comes
         report = bench_fleet(config, lambda _: None, lambda _: None)
         if all(summary.middle("mean_batch") > 1.0 for summary in report.summaries):
@@ -155,10 +166,82 @@ def test_the_fleet_is_compared_with_the_engine_alone_in_one_run(tiny_checkpoint:
     (found,) = report.ratios()
     assert (found["of"], found["to"]) == ("fleet", "engine")
     assert found["tokens_per_s"] > 0
+    (pairs,) = report.as_dict()["first_tokens"]
+    assert (pairs["workload"], pairs["pairs"]) == ("W N=2", FEWEST_PAIRS)
+    assert pairs["difference_low_s"] <= pairs["difference_s"] <= pairs["difference_high_s"]
+    assert 0 < pairs["until_engine_s"] < pairs["outside_engine_s"] < pairs["fleet_ttft_p50_s"]
+    assert 0 < pairs["from_engine_s"] < pairs["outside_engine_s"]
     for summary in report.summaries:
         assert summary.middle("output_tokens") == 256
         assert summary.middle("steps") >= 128
         assert summary.middle("mean_batch") > 1.0
+
+
+def test_a_short_turn_is_w_until_the_last_job_has_its_first_token() -> None:
+    """One job more begins in each step, at the earliest: none may be over before."""
+    work = short_w(8, 1000, seed=1)
+    assert [job.prompt for job in work.jobs] == [job.prompt for job in workload_w(8, 1000, 1).jobs]
+    assert all(job.output > 8 - number - 1 for number, job in enumerate(work.jobs))
+    assert work.jobs[-1].output > 1
+
+
+def test_pairs_change_who_is_first_and_last_as_long_as_they_may() -> None:
+    played: list[tuple[str, int]] = []
+    now = 0.0
+
+    class Fleet:
+        def first_tokens(self, workload: Workload) -> Turn:
+            played.append(("fleet", len(workload.jobs)))
+            return Turn(ttft_p50_s=1.5, until_engine_s=0.003, from_engine_s=0.002)
+
+    class Alone:
+        def run(self, workload: Workload) -> dict[str, float]:
+            nonlocal now
+            now += 1.0
+            played.append(("alone", len(workload.jobs)))
+            return {"ttft_p50_s": 1.0}
+
+    def play(spend_s: float) -> FirstTokens:
+        played.clear()
+        return in_pairs(
+            Fleet(),
+            Alone(),
+            lambda number: Workload("W", (BenchJob((1,), 1),) * (number + 1)),
+            spend_s=spend_s,
+            clock=lambda: now,
+        )
+
+    assert len(play(0.5).pairs) == FEWEST_PAIRS
+    names = [name for name, _ in played]
+    assert names[:6] == ["fleet", "alone", "fleet", "alone", "alone", "fleet"]
+    sizes = [size for _, size in played]
+    assert sizes[::2] == sizes[1::2] == [*range(1, FEWEST_PAIRS + 2)], "the same work in a pair"
+    assert len(play(8.0).pairs) == 8
+    assert len(play(1e9).pairs) == MOST_PAIRS
+
+
+def test_the_difference_is_that_within_the_pairs_and_both_are_told() -> None:
+    """A machine that slows down between pairs changes both of a pair."""
+    pairs = tuple(
+        Pair(Turn(drift + added, 0.003, 0.002), drift)
+        for drift, added in ((1.0, 0.005), (2.0, 0.004), (9.0, 0.006), (1.0, 0.005), (1.0, 0.005))
+    )
+    found = FirstTokens("W N=8", pairs)
+    figures = found.as_dict()
+    assert figures["difference_s"] == pytest.approx(0.005)
+    assert 0.004 <= figures["difference_low_s"] <= figures["difference_high_s"] <= 0.0061
+    assert figures["outside_engine_s"] == pytest.approx(0.005)
+    plain, outside = in_words(found)
+    assert "1005.0 ms through Redis, 1000.0 ms by the engine alone: +5.0 ms" in plain
+    assert "5.0 ms (3.0 ms from the call of submit to the engine's first step, 2.0 ms" in outside
+
+
+def test_an_interval_is_narrow_where_values_agree_and_the_same_each_time() -> None:
+    assert interval([5.0] * 6) == (5.0, 5.0)
+    spread = [float(value) for value in range(20)]
+    low, high = interval(spread)
+    assert 0 < low < 9.5 < high < 19
+    assert interval(spread) == (low, high)
 
 
 async def test_a_fleet_whose_worker_ends_is_an_error_and_not_a_hang(tmp_path: Path) -> None:

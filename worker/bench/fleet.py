@@ -8,18 +8,21 @@ worker and the gateway run on.
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tokenfleet.producer import semconv
 from tokenfleet.worker.bench.figures import Seen, figures_of
+from tokenfleet.worker.bench.first_token import Turn, in_pairs, short_w
 from tokenfleet.worker.bench.memory import peak_rss_of_group
 from tokenfleet.worker.bench.runs import (
     UNSET,
@@ -43,10 +46,24 @@ if TYPE_CHECKING:
     from tokenfleet.producer.embedded import EmbeddedServer
 
 MODEL_NAME = "bench"
+SETTLE_S = 0.05
+"""Between two turns: the worker has told Redis of the ends that it was told of."""
 STEPS = f"{semconv.STEPS}_total"
+Played = TypeVar("Played")
 _FIRST_TOKEN = f"{semconv.TIME_TO_FIRST_TOKEN.replace('.', '_')}_seconds"
 _WAIT = semconv.QUEUE_WAIT
 _WORKERS_PART = (f"{_FIRST_TOKEN}_sum", f"{_WAIT}_sum", f"{_FIRST_TOKEN}_count")
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Jobs that were submitted together, and what their readers saw."""
+
+    asked_at: float
+    asked_ms: float
+    """The same moment, by the wall clock."""
+    jobs: list[AsyncJob]
+    seen: list[Seen]
 
 
 class FleetContender:
@@ -64,6 +81,7 @@ class FleetContender:
 
         logs = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tokenfleet-")))
         server = self._stack.enter_context(EmbeddedServer())
+        self._step_log = logs / "steps.jsonl"
         self._worker = self._make_worker(server, logs)
         try:
             self._client = self._runner.run(self._open(server))
@@ -116,6 +134,7 @@ class FleetContender:
                 "model_name": MODEL_NAME,
                 "grace_s": 0,
                 "log_level": "warning",
+                "step_log": self._step_log,
             },
             logs / "worker.log",
             environment={
@@ -136,9 +155,7 @@ class FleetContender:
             await self._client.__aexit__(None, None, None)
         await self._worker.stop(3.0)
 
-    async def _unless_it_ends(
-        self, playing: Coroutine[Any, Any, dict[str, float]]
-    ) -> dict[str, float]:
+    async def _unless_it_ends(self, playing: Coroutine[Any, Any, Played]) -> Played:
         """What is played, for as long as the worker lives: its jobs would wait for another one."""
         play = asyncio.ensure_future(playing)
         end = asyncio.ensure_future(self._worker.ended())
@@ -155,6 +172,13 @@ class FleetContender:
             await asyncio.gather(play, end, return_exceptions=True)
 
     async def _play(self, workload: Workload) -> dict[str, float]:
+        streams = await self._stream(workload)
+        submitted = [(await job.status()).submitted_ms for job in streams.jobs]
+        # Redis drops what is less than a millisecond
+        after_ms = mean(submitted) + 0.5 - streams.asked_ms
+        return figures_of(streams.seen) | {"submitted_s": after_ms / 1e3}
+
+    async def _stream(self, workload: Workload) -> Streams:
         from tokenfleet.producer import SamplingParams
 
         asked_at, asked_ms = time.perf_counter(), time.time() * 1e3
@@ -171,9 +195,27 @@ class FleetContender:
             ]
         )
         seen = await asyncio.gather(*(self._follow(job, asked_at) for job in jobs))
-        submitted = [(await job.status()).submitted_ms for job in jobs]
-        after_ms = mean(submitted) + 0.5 - asked_ms  # Redis drops what is less than a millisecond
-        return figures_of(seen) | {"submitted_s": after_ms / 1e3}
+        return Streams(asked_at, asked_ms, jobs, seen)
+
+    def first_tokens(self, workload: Workload) -> Turn:
+        """The first tokens of a workload, and when the engine had what to do and what was made."""
+        self._runner.run(asyncio.sleep(SETTLE_S))
+        noted = self._step_log.stat().st_size
+        streams = self._runner.run(self._unless_it_ends(self._stream(workload)))
+        shift_s = time.monotonic() - time.perf_counter()
+        with self._step_log.open() as log:
+            log.seek(noted)
+            steps = [json.loads(line) for line in log]
+        made = {name.partition("/")[0]: step["made"] for step in steps for name in step["ids"]}
+        behind = [
+            seen.arrivals[0][0] + shift_s - made[job.id]
+            for job, seen in zip(streams.jobs, streams.seen)
+        ]
+        return Turn(
+            ttft_p50_s=figures_of(streams.seen)["ttft_p50_s"],
+            until_engine_s=steps[0]["working_since"] - streams.asked_at - shift_s,
+            from_engine_s=median(behind),
+        )
 
     async def _follow(self, job: AsyncJob, asked_at: float) -> Seen:
         seen = Seen(asked_at)
@@ -197,4 +239,20 @@ def bench_fleet(config: BenchConfig, say: Say, keep: Keep) -> Report:
             contender.run(warm_up(vocab_size))
         facts = machine_facts(config) | {"engine": alone.facts}
         report = partial(Report, "fleet", baselines=("fleet",), facts=facts)
-        return take_turns(config, vocab_size, lambda _: contenders, say, keep, report)
+        found = take_turns(config, vocab_size, lambda _: contenders, say, keep, report)
+        for make in _short_plans(config, vocab_size):
+            keep(replace(found, complete=False))
+            pairs = in_pairs(fleet, alone, make, spend_s=config.first_token_s, clock=time.monotonic)
+            say(f"{pairs.workload:7} {len(pairs.pairs)} short pairs")
+            found = replace(found, first_tokens=(*found.first_tokens, pairs))
+        return found
+
+
+def _short_plans(config: BenchConfig, vocab_size: int) -> list[Callable[[int], Workload]]:
+    """One maker of short turns for each N of W; it takes the number of a pair."""
+    if "W" not in config.workloads or not config.first_token_s:
+        return []
+    return [
+        lambda number, n=n: short_w(n, vocab_size, config.seed + number)  # type: ignore[misc]
+        for n in config.counts
+    ]

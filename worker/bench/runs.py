@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from tokenfleet.worker.bench.figures import Summary, ratio
+from tokenfleet.worker.bench.first_token import FirstTokens
 from tokenfleet.worker.bench.workloads import Workload, warm_up, workload_s, workload_w
 
 UNSET = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
@@ -53,6 +54,8 @@ class BenchConfig:
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Settings of our engine by name."""
     seed: int = 1
+    first_token_s: float = 0.0
+    """How long short turns are played for each N of W, through Redis and without; 0: none."""
 
     @property
     def num_threads(self) -> int:
@@ -198,6 +201,8 @@ class Report:
     facts: Mapping[str, Any]
     complete: bool = True
     """False: more turns were to come."""
+    first_tokens: tuple[FirstTokens, ...] = ()
+    """Of short turns in pairs."""
 
     def ratios(self) -> list[dict[str, Any]]:
         """Each baseline over each other engine, workload by workload."""
@@ -216,6 +221,7 @@ class Report:
         ]
 
     def as_dict(self) -> dict[str, Any]:
+        first = [found.as_dict() for found in self.first_tokens]
         return {
             "bench": self.command,
             "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -223,6 +229,7 @@ class Report:
             **self.facts,
             "results": [summary.as_dict() for summary in self.summaries],
             "ratios": self.ratios(),
+            **({"first_tokens": first} if first else {}),
         }
 
 

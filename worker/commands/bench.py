@@ -115,6 +115,13 @@ class Arithmetic:
 
 WORK, ARITHMETIC = Work(), Arithmetic()
 
+FirstTokenS = Annotated[
+    float,
+    typer.Option(
+        min=0.0, help="Seconds of short turns for each N of W: what Redis adds to the first token."
+    ),
+]
+
 COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("tok/s", "tokens_per_s", lambda v: f"{v:.1f}"),
     ("TTFT p50", "ttft_p50_s", lambda v: f"{v:.2f} s"),
@@ -274,6 +281,8 @@ def report(
 
 
 def _print_table(report: Report) -> None:
+    from tokenfleet.worker.bench.first_token import in_words
+
     rows = []
     for summary in report.summaries:
         row: dict[str, Any] = {"workload": summary.workload, "engine": summary.engine}
@@ -306,3 +315,6 @@ def _print_table(report: Report) -> None:
                 f"{summary.workload}: blocks in use beyond those that the tokens present need: "
                 f"at most {most:.2f} per sequence"
             )
+    for pairs in report.first_tokens:
+        for line in in_words(pairs):
+            typer.echo(line)

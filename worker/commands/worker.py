@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 DEMO_NAME = "smollm2"
 _HERE = ("localhost", "127.0.0.1", "::1")
 UNSET = re.compile(r"[;,] None = ([^.;]+)\.$")
-HIDDEN = ("fault",)
-"""Settings that are hooks of the tests."""
+HIDDEN = ("fault", "step_log")
+"""Settings that are hooks of the tests and benches."""
 
 
 class LogFormat(StrEnum):

@@ -26,6 +26,7 @@ from tokenfleet.engine.stats import StepStats
 from tokenfleet.worker.engine_link import frames
 from tokenfleet.worker.engine_link.faults import Faults
 from tokenfleet.worker.engine_link.outbox import Outbox
+from tokenfleet.worker.engine_link.step_log import StepLog
 
 READ_BYTES = 1 << 20
 PR_SET_PDEATHSIG = 1
@@ -76,11 +77,14 @@ class Inbox:
 class EngineLoop:
     """Drives one core between its two ends of the socket."""
 
-    def __init__(self, core: Core, inbox: Inbox, outbox: Outbox, faults: Faults) -> None:
+    def __init__(
+        self, core: Core, inbox: Inbox, outbox: Outbox, faults: Faults, step_log: StepLog
+    ) -> None:
         self._core = core
         self._inbox = inbox
         self._outbox = outbox
         self._faults = faults
+        self._step_log = step_log
         self._stopped = False
         self._audit_at = 0.0
 
@@ -90,6 +94,7 @@ class EngineLoop:
             selector.register(sock, selectors.EVENT_READ)
             while True:
                 if not self._core.has_work:
+                    self._step_log.idle()
                     self._audit()
                     self._wait(selector, sock)
                 for frame in self._inbox.take():
@@ -116,7 +121,9 @@ class EngineLoop:
 
     def _step(self) -> None:
         self._faults.visit("step")
+        self._step_log.begin()
         events: list[CoreEvent] = self._core.step()
+        self._step_log.made(events)
         self._outbox.put(events, self._core.stats, self._core.free_slots)
         self._faults.visit("sent")
 
@@ -161,7 +168,8 @@ def main(fd: int, parent_pid: int) -> int:
     gc.freeze()  # what is loaded stays: a collection that visits it takes 0.15 s, between two steps
     outbox.put_frame(frames.READY, figures)
     try:
-        EngineLoop(core, inbox, outbox, faults).run(sock)
+        step_log = StepLog(options.get("step_log"))
+        EngineLoop(core, inbox, outbox, faults, step_log).run(sock)
     except ConnectionError:
         return 0
     except Exception as error:  # noqa: BLE001 - the same
