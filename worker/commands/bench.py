@@ -165,6 +165,7 @@ def bench_engine(
 def bench_fleet(
     work: Work = WORK,
     arithmetic: Arithmetic = ARITHMETIC,
+    first_token_s: FirstTokenS = 40.0,
     json_path: JsonPath = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
@@ -174,7 +175,7 @@ def bench_fleet(
     """
     from tokenfleet.worker.bench import fleet
 
-    config = work.config(engine=arithmetic.settings())
+    config = work.config(engine=arithmetic.settings(), first_token_s=first_token_s)
     report(fleet.bench_fleet, config, json_path, output)
 
 
