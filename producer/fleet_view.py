@@ -51,6 +51,11 @@ class WorkerLine:
     seen_s: float
     """How long ago."""
 
+    @property
+    def slots_used(self) -> str:
+        """As in `64/64 +2`: slots taken of all, and jobs that wait in the engine for the next."""
+        return _used(min(self.running, self.slots), self.slots, self.running)
+
 
 @dataclass(frozen=True, slots=True)
 class RunningJob:
@@ -100,12 +105,31 @@ class FleetStatus:
         """Of all workers."""
         return sum(worker.slots for worker in self.workers)
 
+    @property
+    def slots_used(self) -> str:
+        """Of all workers, as in WorkerLine."""
+        taken = sum(min(worker.running, worker.slots) for worker in self.workers)
+        return _used(taken, self.slots, sum(worker.running for worker in self.workers))
+
     def trouble_of(self, queue: QueueDepth) -> str:
         """Why nobody takes the queue's jobs: `paused`, `no worker`, or nothing."""
         if queue.paused:
             return "paused"
         served = any(worker.model == queue.model for worker in self.workers)
         return "no worker" if queue.waiting and not served else ""
+
+
+def _used(taken: int, slots: int, running: int) -> str:
+    return f"{taken}/{slots} +{running - taken}" if running > taken else f"{taken}/{slots}"
+
+
+def duration(seconds: float) -> str:
+    """4.2 s, 1 min 15 s, 2 h 05 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
 def partition_in(key: str) -> int:

@@ -151,7 +151,10 @@ async def _as_http_error(request: Request, error: Exception) -> Response:
     """The framework's own: no such path, no such method."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        message = f"there is nothing at {request.url.path[:80]!r}; the API is {ENDPOINTS}"
+        message = (
+            f"there is nothing at {request.url.path[:80]!r}; the API is {ENDPOINTS}; "
+            "for people there is /status"
+        )
         return error_response(refused(404, "not_found", message))
     code, message = "http_error", str(error.detail)
     if error.status_code == 405:

@@ -81,6 +81,11 @@ def test_workers_queues_and_totals_are_on_the_page() -> None:
         assert text in page.texts, text
 
 
+def test_jobs_that_wait_in_an_engine_are_no_slots_in_use() -> None:
+    page = drawn(a_status(a_worker(running=10), a_worker(worker="w2", running=3)))
+    assert {"8/8 +2", "3/8", "11/16 +2"} <= set(page.texts)
+
+
 def test_every_name_is_a_text_whatever_is_in_it() -> None:
     plain = drawn(a_status(a_worker()), running=[a_job("m")])
     status = a_status(

@@ -101,10 +101,9 @@ def drawn(status: FleetStatus) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    busy = sum(worker.running for worker in status.workers)
     head = Text.assemble(
         (f"{status.tokens_per_s:.0f}", "bold"), " tok/s   ",
-        (f"{busy}/{status.slots}", "bold"), " slots   ",
+        (status.slots_used, "bold"), " slots   ",
         (f"{status.waiting}", "bold"), " waiting   ",
         (f"{status.delayed}", "bold"), " delayed   ",
         (f"{status.dead}", "bold red" if status.dead else "bold"), " dead",
@@ -126,7 +125,7 @@ def _workers(workers: tuple[WorkerLine, ...]) -> RenderableType:
             Text(worker.worker),
             Text(worker.model),
             Text(worker.state, style="" if worker.state == "ready" else "yellow"),
-            Text(f"{worker.running}/{worker.slots}"),
+            Text(worker.slots_used),
             Text("-" if worker.tokens_per_s is None else f"{worker.tokens_per_s:.1f}"),
             Text("-" if worker.kv_usage is None else f"{worker.kv_usage:.0%}"),
             Text(f"{worker.seen_s:.0f} s ago", style="red" if worker.seen_s > STALE_S else ""),
@@ -139,11 +138,12 @@ def _workers(workers: tuple[WorkerLine, ...]) -> RenderableType:
 def _queues(status: FleetStatus) -> RenderableType:
     from rich.text import Text
 
+    from tokenfleet.producer.fleet_view import duration
     from tokenfleet.worker.commands.tables import Rows
 
     if not status.queues:
         return Text("no queues", style="yellow")
-    titles = ("model", "class", "waiting", "front", "running", "oldest", "")
+    titles = ("model", "priority", "waiting", "handed back", "running", "oldest", "")
     rows = [
         (
             Text(queue.model),
@@ -151,9 +151,9 @@ def _queues(status: FleetStatus) -> RenderableType:
             Text(str(queue.waiting)),
             Text(str(queue.front)),
             Text(str(queue.running)),
-            Text("-" if queue.oldest_s is None else f"{queue.oldest_s:.1f} s"),
+            Text("-" if queue.oldest_s is None else duration(queue.oldest_s)),
             Text(status.trouble_of(queue), style="yellow"),
         )
         for queue in status.queues
     ]
-    return Rows(titles, rows, right=("waiting", "front", "running", "oldest"))
+    return Rows(titles, rows, right=("waiting", "handed back", "running", "oldest"))

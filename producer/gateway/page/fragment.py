@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from tokenfleet.producer.fleet_view import FleetStatus, RunningJob, WorkerLine
+from tokenfleet.producer.fleet_view import FleetStatus, RunningJob, WorkerLine, duration
 from tokenfleet.producer.gateway.page.plots import Series, plot
 
 DASH = "–"
@@ -57,11 +57,10 @@ def fragment(
 
 
 def _tiles(status: FleetStatus) -> str:
-    busy = sum(worker.running for worker in status.workers)
     tiles = (
         (f"{status.tokens_per_s:.0f}", "tokens/s", False),
         (len(status.workers), "workers", not status.workers),
-        (f"{busy}/{status.slots}", "slots used", False),
+        (status.slots_used, "slots used", False),
         (status.waiting, "waiting", False),
         (status.delayed, "delayed", False),
         (status.dead, "dead letters", status.dead > 0),
@@ -104,7 +103,7 @@ def _workers(workers: Sequence[WorkerLine]) -> str:
             escaped(worker.worker),
             escaped(worker.model),
             _state(worker),
-            _share(worker.running, worker.slots, f"{worker.running}/{worker.slots}"),
+            _share(worker.running, worker.slots, worker.slots_used),
             DASH if worker.tokens_per_s is None else f"{worker.tokens_per_s:.1f}",
             DASH
             if worker.kv_usage is None
@@ -128,14 +127,14 @@ def _queues(status: FleetStatus) -> str:
             queue.waiting,
             queue.front,
             queue.running,
-            DASH if queue.oldest_s is None else _duration(queue.oldest_s),
+            DASH if queue.oldest_s is None else duration(queue.oldest_s),
             f'<span class="dot">{trouble}</span>' if trouble else "open",
         )
         for queue in status.queues
         for trouble in (status.trouble_of(queue),)
     )
     return _table(
-        ("Model", "Class", "#Waiting", "#Handed back", "#Running", "#Oldest waits", "State"),
+        ("Model", "Priority", "#Waiting", "#Handed back", "#Running", "#Oldest waits", "State"),
         rows,
         "No queue is there yet. The first job or worker makes one.",
     )
@@ -150,12 +149,12 @@ def _running(jobs: Sequence[RunningJob], total: int) -> str:
             escaped(job.worker),
             job.attempt,
             job.offset,
-            _duration(job.age_s),
+            duration(job.age_s),
         )
         for job in jobs
     )
     table = _table(
-        ("Job", "Model", "Class", "Worker", "#Attempt", "#Tokens", "#Age"),
+        ("Job", "Model", "Priority", "Worker", "#Attempt", "#Tokens", "#Age"),
         rows,
         "No job is running.",
     )
@@ -198,11 +197,3 @@ def _share(part: float, whole: float, label: str) -> str:
         '<rect class="back" width="100" height="8"/>'
         f'<rect class="fill" width="{width:.0f}" height="8"/></svg>{label}'
     )
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
