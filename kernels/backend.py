@@ -42,6 +42,8 @@ FUNCTIONS = (
     "tf_gelu_tanh_mul",
     "tf_gated_bf16",
     "tf_gated_int8",
+    "tf_gated_mlp_bf16",
+    "tf_gated_mlp_int8",
     "tf_rope_kv",
     "tf_paged_attention",
     "tf_quantize_rows",

@@ -2,19 +2,12 @@
 //
 // The weight lies as for linear: a pair of blocks is 16 columns of the gate and the same 16 of up. What tiles
 // do not take is computed as the two operations one after the other.
-#include "gates.h"
-#include "linear_rows.h"
+#include "gated_rows.h"
 
 using namespace tf;
 
 EXPORT void tf_linear_int8(const LinearArguments* arguments);
 EXPORT void tf_linear_bf16(const LinearArguments* arguments);
-
-// Each field is 8 bytes wide, in the order in which gated.py packs them.
-struct GatedArguments {
-    LinearArguments linear;  // `out` [rows, columns / 2]
-    int64_t gate;
-};
 
 namespace {
 
@@ -43,79 +36,26 @@ void one_after_the_other(const GatedArguments& a, void (*linear)(const LinearArg
 
 #if defined(TF_AMX)
 
-INLINE bool fits_tiles(const Layer& layer) { return on_tiles(layer) && layer.columns % (2 * COLUMNS) == 0; }
-
-INLINE BlockPair gate_and_up(const Layer& layer, int64_t pair) {
-    const int64_t block = layer.depth_blocks * BLOCK_BYTES;
-    return {layer.weight + pair * block, layer.weight + (layer.columns / 2 / COLUMNS + pair) * block};
-}
-
-// What a row of 16 sums of the gate and 16 of up becomes.
-template <typename Act> struct Bf16Gate {
-    typedef Bf16Tiles Op;
-    const Layer& layer;
-    Act act;
-    f32x16 bias, other;
-
-    Bf16Gate(const Layer& l, const Quantized&, Act a, int64_t pair)
-        : layer(l), act(a), bias(bias_of(l, pair * COLUMNS)), other(bias_of(l, l.columns / 2 + pair * COLUMNS)) {}
-    template <int N> INLINE void finish(Rows<N> n, const float* sums, int64_t row, int64_t pair) const {
-        const auto gate = act(of_rows(n, [&](int64_t r) INLINE_LAMBDA { return load(sums + r * 32) + bias; }));
-        const auto up = of_rows(n, [&](int64_t r) INLINE_LAMBDA { return load(sums + r * 32 + LANES) + other; });
-        to_rows(gate * up, [&](int64_t r, f32x16 v) INLINE_LAMBDA {
-            store((bf16*)layer.out + (row + r) * (layer.columns / 2) + pair * COLUMNS, v);
-        });
-    }
-};
-
-template <typename Act, typename T> struct Int8Gate {
-    typedef Int8Tiles Op;
-    const Layer& layer;
-    const Quantized& x;
-    Act act;
-    Scales first, second;
-
-    Int8Gate(const Layer& l, const Quantized& q, Act a, int64_t pair)
-        : layer(l), x(q), act(a), first(scales_of<T>(l, pair * COLUMNS)),
-          second(scales_of<T>(l, l.columns / 2 + pair * COLUMNS)) {}
-    template <int N> INLINE void finish(Rows<N> n, const int32_t* sums, int64_t row, int64_t pair) const {
-        const auto scaled_by = [&](const Scales& columns, const int32_t* from) INLINE_LAMBDA {
-            return of_rows(n, [&](int64_t r) INLINE_LAMBDA { return scaled(layer, columns, load(from + r * 32), x.scales[row + r]); });
-        };
-        const auto gate = act(scaled_by(first, sums));
-        to_rows(gate * scaled_by(second, sums + LANES), [&](int64_t r, f32x16 v) INLINE_LAMBDA {
-            store((T*)layer.out + (row + r) * (layer.columns / 2) + pair * COLUMNS, v);
-        });
-    }
-};
-
 // Up to 32 rows.
-template <typename Gate, typename Act>
-INLINE void few_rows(const Layer& layer, const Panel& panel, const Quantized& x, int64_t pairs, Act act) {
+template <typename Gate, typename Act, typename Out>
+INLINE void few_rows(const Layer& layer, const Panel& panel, const float* row_scales, Act act, Out to) {
     alignas(64) typename Gate::Op::Result out[TILE_ROWS][32];
-    const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num(), rows = layer.rows;
+    const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num(), rows = layer.rows, pairs = layer.columns / 2 / COLUMNS;
     configure_tiles(rows < 16 ? rows : 16, rows > 16 ? rows - 16 : 0);
     for (int64_t pair = pairs * me / threads; pair < pairs * (me + 1) / threads; pair++) {
         const BlockPair now = gate_and_up(layer, pair), next = gate_and_up(layer, pair + 1 < pairs ? pair + 1 : pair);
         if (rows > 16) pair_product<typename Gate::Op, true>(panel, now, next, out[0]);
         else pair_product<typename Gate::Op, false>(panel, now, next, out[0]);
-        const Gate gate(layer, x, act, pair);
+        const Gate gate(layer, row_scales, act, to, pair);
         for (int64_t row = 0; row < rows; row++) gate.finish(Rows<1>{}, out[row], row, pair);
     }
     _tile_release();
 }
 
-template <typename Gate, typename Act>
-INLINE void gated(const Layer& layer, const Panel& panel, const Quantized& x, Act act) {
-    const int64_t pairs = layer.columns / 2 / COLUMNS;
-    if (layer.rows == 0) return;
-    if (layer.rows <= TILE_ROWS) return few_rows<Gate>(layer, panel, x, pairs, act);
-    // two pairs make a whole cache line of a bf16 row, which two threads would otherwise take from each other
-    rows_on_tiles<typename Gate::Op, 2>(
-        panel, pairs, [&](int64_t pair) INLINE_LAMBDA { return gate_and_up(layer, pair); },
-        [&]<int N>(Rows<N> n, const typename Gate::Op::Result* sums, int64_t row, int64_t pair) INLINE_LAMBDA {
-            Gate(layer, x, act, pair).finish(n, sums, row, pair);
-        });
+template <typename Gate, typename Act, typename Out>
+INLINE void gated(const Layer& layer, const Panel& panel, const float* row_scales, Act act, Out out) {
+    if (layer.rows > TILE_ROWS) gated_rows<Gate>(layer, panel, row_scales, act, out);
+    else if (layer.rows) few_rows<Gate>(layer, panel, row_scales, act, out);
 }
 
 #else
@@ -135,7 +75,7 @@ EXPORT void tf_gated_bf16(const GatedArguments* arguments) {
     const Panel panel = panel_of(layer);
     with_gate<bf16>(a.gate, [&](auto act) {
 #pragma omp parallel if (layer.rows * layer.in * layer.columns > SERIAL_PRODUCTS)
-        gated<Bf16Gate<decltype(act)>>(layer, panel, Quantized{}, act);
+        gated<Bf16Gate<decltype(act), InRows<bf16>>>(layer, panel, nullptr, act, InRows<bf16>{(bf16*)layer.out, layer.columns / 2});
     });
 #endif
 }
@@ -152,7 +92,7 @@ EXPORT void tf_gated_int8(const GatedArguments* arguments) {
 #pragma omp parallel if (layer.rows * layer.in * layer.columns > SERIAL_PRODUCTS)
             {
                 quantize_rows<T>(layer, x);
-                gated<Int8Gate<decltype(act), T>>(layer, panel, x, act);
+                gated<Int8Gate<decltype(act), InRows<T>, T>>(layer, panel, x.scales, act, InRows<T>{(T*)layer.out, layer.columns / 2});
             }
         });
     });

@@ -32,7 +32,7 @@ def gated_linear(
         return reference(x, packed, gate)
     rows, scales = (x.values, x.scales) if isinstance(x, Int8Rows) else (x, None)
     library = compiled(rows if scales is None else scales)
-    if library is None or not _fits(x, rows, packed):
+    if library is None or not fits(x, rows, packed):
         return reference(x, packed, gate)
     out = new_result((x.shape[0], packed.out_features // 2), x.dtype)
     function = library.tf_gated_bf16 if packed.layout == "blocks" else library.tf_gated_int8
@@ -53,8 +53,8 @@ def reference(
     return gate(linear(x, packed))
 
 
-def _fits(x: Tensor | Int8Rows, rows: Tensor, packed: PackedWeight) -> bool:
-    """What is wrong with x is said by linear."""
+def fits(x: Tensor | Int8Rows, rows: Tensor, packed: PackedWeight) -> bool:
+    """Whether the C++ forms take x, made of `rows`. What is wrong with it is said by linear."""
     rounded = isinstance(x, Int8Rows)
     return (
         x.dtype == packed.dtype

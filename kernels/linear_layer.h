@@ -196,10 +196,14 @@ template <typename T> INLINE Scales scales_of(const Layer& layer, int64_t column
     return {load_n(layer.scale + column, n), layer.bias ? load_n((const T*)layer.bias + column, n) : f32x16{}};
 }
 
+// The same of columns that are all there.
+template <typename T> INLINE Scales whole_scales_of(const Layer& layer, int64_t column) {
+    return {load(layer.scale + column), layer.bias ? load((const T*)layer.bias + column) : f32x16{}};
+}
+
 // One rounding of sums x both scales + bias: written as one instruction, so that every caller rounds alike.
-INLINE f32x16 scaled(const Layer& layer, const Scales& columns, i32x16 sums, float row_scale) {
+INLINE f32x16 scaled(const Scales& columns, i32x16 sums, float row_scale) {
     const f32x16 wide = __builtin_convertvector(sums, f32x16), factor = columns.scale * row_scale;
-    if (!layer.bias) return wide * factor;
 #if defined(__AVX512F__)
     return (f32x16)_mm512_fmadd_ps((__m512)wide, (__m512)factor, (__m512)columns.bias);
 #else
@@ -213,7 +217,7 @@ INLINE f32x16 bias_of(const Layer& layer, int64_t column) {
 
 // One row of up to 16 columns of sums -> out, with scales and bias.
 template <typename T> INLINE void finish_int8(const Layer& layer, i32x16 sums, float row_scale, int64_t row, int64_t column) {
-    store_n((T*)layer.out + row * layer.columns + column, scaled(layer, scales_of<T>(layer, column), sums, row_scale),
+    store_n((T*)layer.out + row * layer.columns + column, scaled(scales_of<T>(layer, column), sums, row_scale),
             layer.columns - column);
 }
 

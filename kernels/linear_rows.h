@@ -98,8 +98,6 @@ INLINE void pair_product(const Panel& panel, BlockPair right, BlockPair next, ty
 template <int N> struct Rows {};
 template <typename F> INLINE f32x16 of_rows(Rows<1>, F f) { return f(0); }
 template <typename F> INLINE Four of_rows(Rows<4>, F f) { return {{f(0), f(1), f(2), f(3)}}; }
-template <typename F> INLINE void to_rows(f32x16 x, F f) { f(0, x); }
-template <typename F> INLINE void to_rows(const Four& x, F f) { f(0, x.v[0]), f(1, x.v[1]), f(2, x.v[2]), f(3, x.v[3]); }
 
 // All rows times `pairs` pairs; the threads of a team take AT_ONCE pairs as they come. right(pair) gives the
 // BlockPair; finish(Rows<N>, sums, row, pair) takes the 32 sums of N rows each, while the tiles multiply for the next
@@ -201,18 +199,21 @@ template <typename T> void int8_rows(const Layer& layer, const Panel& panel, con
         panel, pairs_of(layer), [&](int64_t pair) INLINE_LAMBDA { return neighbours(layer, pair); },
         [&]<int N>(Rows<N>, const int32_t* sums, int64_t row, int64_t pair) INLINE_LAMBDA {
             const int64_t column = pair * 32, n = layer.columns - column;
-            const Scales first = scales_of<T>(layer, column);
-            const Scales second = n > LANES ? scales_of<T>(layer, column + LANES) : Scales{};
-            for (int64_t r = 0; r < N; r++)
-                store_pair((T*)layer.out + (row + r) * layer.columns + column,
-                           scaled(layer, first, load(sums + r * 32), row_scales[row + r]),
-                           scaled(layer, second, load(sums + r * 32 + LANES), row_scales[row + r]), n);
+            const Scales first = n >= 32 ? whole_scales_of<T>(layer, column) : scales_of<T>(layer, column);
+            const Scales second = n >= 32   ? whole_scales_of<T>(layer, column + LANES)
+                                  : n > LANES ? scales_of<T>(layer, column + LANES)
+                                              : Scales{};
+            T* to = (T*)layer.out + row * layer.columns + column;
+            for (int64_t r = 0; r < N; r++, to += layer.columns)
+                store_pair(to, scaled(first, load(sums + r * 32), row_scales[row + r]),
+                           scaled(second, load(sums + r * 32 + LANES), row_scales[row + r]), n);
         });
 }
 
 #else
 
-struct Panel {};
+struct Panel {
+};
 INLINE Panel panel_of(const Layer&) { return {}; }
 INLINE Panel panel_of(const Layer&, const Quantized&) { return {}; }
 inline void bf16_rows(const Layer&, const Panel&) {}

@@ -32,6 +32,8 @@ _ROWS_IN = {
     "tf_linear_int8": "rows",
     "tf_gated_bf16": "linear.rows",
     "tf_gated_int8": "linear.rows",
+    "tf_gated_mlp_bf16": "gate_up.rows",
+    "tf_gated_mlp_int8": "gate_up.rows",
     "tf_rope_kv": "tokens",
 }
 """Which of a kernel's arguments is the number of rows or a multiple of it."""

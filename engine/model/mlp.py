@@ -13,7 +13,7 @@ from torch import Tensor
 from tokenfleet.engine.model.spec import Activation
 from tokenfleet.kernels.activation import gelu_tanh_mul, gelu_tanh_mul_fp8, silu_mul, silu_mul_fp8
 from tokenfleet.kernels.fp8 import Fp8Rows, Fp8Scales
-from tokenfleet.kernels.gated import gated_linear
+from tokenfleet.kernels.gated_mlp import gated_mlp
 from tokenfleet.kernels.linear import Int8Rows, PackedWeight, Rounding, linear
 from tokenfleet.kernels.moe import ExpertWeights, expert_product, sort_visits
 
@@ -47,7 +47,7 @@ class DenseMlp:
         """Inputs may be rounded as `rounding` says."""
         into = self.down.rounding
         if not isinstance(into, Fp8Scales):
-            return linear(gated_linear(x, self.gate_up, self.gate), self.down)
+            return gated_mlp(x, self.gate_up, self.down, self.gate)
         return linear(FP8_GATES[self.gate](linear(x, self.gate_up), into), self.down)
 
 

@@ -44,7 +44,7 @@ PROMPT, OUTPUT = 564, 40
 PARTS: tuple[tuple[str, Any, str], ...] = (
     ("products", decoder_module, "linear"),
     ("products in MLP", mlp_module, "linear"),
-    ("products in MLP", mlp_module, "gated_linear"),
+    ("products in MLP", mlp_module, "gated_mlp"),
     ("attention", decoder_module, "paged_attention"),
     ("rope, KV write", decoder_module, "rope_and_write_kv"),
     ("MLP", mlp_module.DenseMlp, "__call__"),
