@@ -22,8 +22,10 @@ from device_common import Findings
 from device_engine import SHAPES
 from device_tests import most_processes
 
+from tokenfleet.engine.config import EngineConfig
 from tokenfleet.engine.execution.buckets import decode_buckets, mixed_buckets
 from tokenfleet.engine.execution.graphs import DeviceTables, StepGraphs
+from tokenfleet.engine.execution.profiling import run_largest_step
 from tokenfleet.engine.model import one_row
 from tokenfleet.engine.model.decoder import Decoder
 from tokenfleet.engine.model.families import read_spec
@@ -111,6 +113,8 @@ def _steps(
         spec = read_spec(Path(folder), max_model_len=max_len)
     decoder = Loader(Blank(dtype), spec, dtype, META, quantization, None).decoder()
     for most in sorted({1, seqs}):
+        limits = EngineConfig(".", max_num_seqs=most, max_num_batched_tokens=budget)
+        run_largest_step(decoder, limits, 16, max_len)
         _captured(decoder, most, budget, max_len)
     one_row.Switch.on = False
     _captured(decoder, 1, 1, max_len)
