@@ -1,6 +1,13 @@
 """The light client of tokenfleet: push generation jobs into Redis, follow their tokens.
 
-Importing it needs redis, msgpack and opentelemetry-api, and no torch.
+    with Client("redis://localhost:6379/0") as client:
+        job = client.submit(model="smollm2", prompt="Once upon a time")
+        for event in job.stream():
+            print(event.text, end="")
+        print(job.result().usage)
+
+`AsyncClient` has the same names for asyncio. All errors are `TokenfleetError`s; see errors.py.
+Importing this needs redis, msgpack and opentelemetry-api, and no torch.
 """
 
 from tokenfleet.producer.blocking import Client, Job

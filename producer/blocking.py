@@ -131,7 +131,10 @@ class Client:
         traceparent: str | None = None,
         tracestate: str | None = None,
     ) -> Job:
-        """Submit one job. Returns when Redis has it."""
+        """Submit one job. Returns when Redis has it.
+
+        Arguments and errors are those of `AsyncClient.submit`.
+        """
         return self._handle(
             self.run(
                 self._client.submit(
@@ -157,7 +160,7 @@ class Client:
 
     def submit_many(self, jobs: Iterable[Mapping[str, Any] | JobRequest]) -> list[Job]:
         """Submit many jobs in few round trips. Each is a mapping of submit's arguments, or a
-        JobRequest.
+        JobRequest. Errors are those of `AsyncClient.submit_many`.
         """
         if not isinstance(jobs, Mapping) and isinstance(jobs, Iterable):
             jobs = list(jobs)  # a generator runs in its caller's thread

@@ -42,6 +42,9 @@ class AsyncClient:
     namespace: keeps fleets on one Redis apart.
     tenant: of the jobs submitted, where they do not say.
     connect_timeout_s: Redis out of reach for longer raises BrokerUnavailable.
+    max_job_bytes: larger jobs are refused with InvalidJob.
+    partitions: parts of the keyspace; None: 1, on a cluster 16. As the fleet's workers have it.
+    silence_s: a stream that hears nothing for this long looks at the job's state.
     result_ttl_s, log_ttl_s: how long results and logs are kept of jobs that this client ends
         (cancelled while waiting); workers have their own settings.
     """
@@ -163,6 +166,22 @@ class AsyncClient:
         tracestate: str | None = None,
     ) -> AsyncJob:
         """Submit one job. Returns when Redis has it.
+
+        Args:
+            model: the name that workers serve; while none does, the job waits.
+            prompt, messages, prompt_token_ids: exactly one: a text that is continued as it is,
+                chat messages for the model's template, or token ids.
+            sampling: max_tokens, temperature and so on; by default 16 tokens.
+            priority: `interactive`, `default` or `batch`, the most urgent first.
+            tenant: whose limits it counts for; None: the client's.
+            deadline_s: expired when it has not ended this long after submission.
+            delay_s: not run before this long after submission.
+            max_failures: failures that it may survive; None: as the worker is set up (3).
+            idempotency_key: the same key again, with the same job, gives the job that is there.
+            metadata: plain values that come back in the result.
+            on_disconnect: `cancel` ends the job with its last reader; `continue` does not.
+            adapter: LoRA weights by name.
+            traceparent, tracestate: W3C trace context; None: of the current span.
 
         Raises InvalidJob, IdempotencyMismatch, QueueFull, BrokerUnavailable. After
         BrokerUnavailable the job may have been accepted; an idempotency key tells.

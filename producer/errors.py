@@ -185,7 +185,7 @@ class DeadlineExceeded(JobEnded):
 class JobExpired(JobEnded):
     """Redis does not know the job (any more): wrong id, or its result or log outlived its TTL."""
 
-    def __init__(self, job_id: str, what: str = "the job") -> None:
+    def __init__(self, job_id: str, what: str = "job") -> None:
         super().__init__(
-            job_id, f"{what} of {job_id} is not in Redis; it was never there, or its TTL is over"
+            job_id, f"{what} {job_id} is not in Redis; it was never there, or its TTL is over"
         )

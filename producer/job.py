@@ -148,7 +148,7 @@ class AsyncJob:
             raise DeadlineExceeded(self.id)
         if state == b"failed":
             raise JobFailed(self.id, code.decode(), message.decode(), int(attempt))
-        raise JobExpired(self.id, "the result")
+        raise JobExpired(self.id, "the result of job")
 
 
 async def _until_ended(reader: JobReader, job_id: str, seen: list[State]) -> None:

@@ -317,7 +317,7 @@ class _Run:
             return False
         end = (int(look.fields["offset"]), 0)
         if not look.has_log or self._cursor <= end:
-            raise JobExpired(self._job_id, "the log")
+            raise JobExpired(self._job_id, "the log of job")
         self._cursor = end
         return True
 

@@ -60,7 +60,7 @@ class Admin(FleetReader):
         keys = self._keys(partition_of(job_id))
         score = await self._execute("ZSCORE", keys.dead, job_id)
         if score is None:
-            raise JobExpired(job_id, "a dead letter")
+            raise JobExpired(job_id, "dead letter")
         packed = await self._execute("HGET", keys.job(job_id), "request")
         try:
             request = JobRequest.unpack(packed) if packed else None

@@ -90,7 +90,7 @@ def dead_drop(
         from tokenfleet.producer.errors import JobExpired
 
         if not await admin.drop(job_id):
-            raise JobExpired(job_id, "a dead letter")
+            raise JobExpired(job_id, "dead letter")
         return {"dropped": True}
 
     work = _with_each(drop, _chosen(job_ids, every), {"dropped": False}, output)
