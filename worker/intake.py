@@ -18,6 +18,7 @@ from tokenfleet.worker.broker import BROKER_ERRORS, Broker
 from tokenfleet.worker.claims import NothingTaken
 from tokenfleet.worker.dispatch import Dispatcher
 from tokenfleet.worker.jobs import Job
+from tokenfleet.worker.partitions import PartitionSilent
 from tokenfleet.worker.preemption import Seats
 from tokenfleet.worker.queue import ClaimedJob, JobQueue
 from tokenfleet.worker.roster import Roster
@@ -143,6 +144,8 @@ class Intake:
         """
         try:
             released = await self._queue.release_phantoms([job.id for job in self._roster])
+        except PartitionSilent:  # the others have answered, and whoever waits for that one says so
+            return False
         except BROKER_ERRORS as error:
             self._broker.away("release phantoms", error)
             return False

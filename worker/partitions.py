@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar
 
 from tokenfleet.producer.errors import BrokerUnavailable
@@ -30,7 +31,7 @@ Waiting = Mapping[int, Mapping[str, int]]
 Result = TypeVar("Result")
 
 LOOK_S = 1.0
-"""A look takes nothing: one that is given up here is made again in a later claim."""
+"""A look takes nothing: what is given up here is asked again in a later one."""
 
 REST_S = 5.0
 """So long claims do not wait for a part of a cluster that says nothing."""
@@ -96,8 +97,8 @@ class Spread:
         """Rounds, in the order of `partitions`; each brings a job or gives up a partition."""
         left = self.silences.asked(partitions)
         while left and (want := min(self.count - len(self.jobs), most_at_once)) > 0:
-            waiting, unseen = await look(self.calls.peek, left, want)
-            self.silences.note(unseen)
+            peek = partial(self.calls.peek, most=want)
+            waiting, unseen = await look(peek, left, self.silences)
             self.errors += unseen.values()
             shares = allot(self.order.plan(want), waiting, want)
             if not shares:
@@ -127,18 +128,18 @@ class Spread:
 
 
 async def look(
-    peek: Callable[[int, int], Awaitable[Mapping[str, int]]], partitions: Sequence[int], most: int
-) -> tuple[Waiting, dict[int, Exception]]:
-    """Returns what waits in the partitions that have answered, and why the others have not."""
+    ask: Callable[[int], Awaitable[Result]], partitions: Sequence[int], silences: Silences
+) -> tuple[dict[int, Result], dict[int, Exception]]:
+    """Returns what the partitions that have answered said, and why the others have not."""
     loop, limits = asyncio.get_running_loop(), set[asyncio.Timeout]()
     began, until = loop.time(), None
 
-    async def one(partition: int) -> Mapping[str, int]:
+    async def one(partition: int) -> Result:
         nonlocal until
         try:
             async with asyncio.timeout_at(until) as limit:
                 limits.add(limit)
-                found = await peek(partition, most)
+                found = await ask(partition)
         except TimeoutError:
             silent = f"partition {partition} has not answered as the others have"
             raise PartitionSilent(silent) from None
@@ -150,7 +151,9 @@ async def look(
                 other.reschedule(until)
         return found
 
-    return await settled({p: one(p) for p in partitions})
+    found, unseen = await settled({p: one(p) for p in partitions})
+    silences.note(unseen)
+    return found, unseen
 
 
 def allot(offers: Sequence[Offer], waiting: Waiting, count: int) -> dict[int, dict[str, int]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tokenfleet.producer.connection import Broker, Connection
@@ -32,6 +33,7 @@ from tokenfleet.worker.claims import (
 )
 from tokenfleet.worker.groups import Groups
 from tokenfleet.worker.job_log import PATIENCE_S, JobLog
+from tokenfleet.worker.partitions import PartitionSilent, Silences, look
 from tokenfleet.worker.priorities import ClassOrder
 from tokenfleet.worker.rescue import Rescue
 from tokenfleet.worker.swapping import Hold, unheld
@@ -89,10 +91,12 @@ class JobQueue:
         self._first_partition = 0
         self._log = JobLog(self._connection, self._terms)
         self._rescue = Rescue(self._connection, self._terms)
+        self._silences = Silences()
         self._taker = Taker(
             self._connection,
             self._terms,
             order=order or ClassOrder(),
+            silences=self._silences,
             bury=self._bury,
             put_back=self._put_back_in,
             regrouped=self._rescue.restart_repair,
@@ -229,9 +233,19 @@ class JobQueue:
         return await self._rescue.repair(partition, count)
 
     async def release_phantoms(self, known_ids: Collection[str]) -> frozenset[str]:
-        """Release what this worker holds and does not know. No claim may be in flight."""
-        calls = [self._rescue.release_phantoms(p, known_ids) for p in self._partitions()]
-        return frozenset().union(*await together(calls))
+        """Release what this worker holds and does not know. No claim may be in flight.
+
+        A partition that says nothing is waited for no longer than in a look. Raises once the others
+        have answered, so that it is asked again.
+        """
+        asked = self._silences.asked(self._partitions())
+        release = partial(self._rescue.release_phantoms, known_ids=known_ids)
+        released, unseen = await look(release, asked, self._silences)
+        for error in unseen.values():
+            raise error
+        if len(asked) < self._connection.partitions:
+            raise PartitionSilent("a partition that was silent is not asked again yet")
+        return frozenset().union(*released.values())
 
     async def backlog(self) -> dict[str, int]:
         """Jobs waiting to be claimed, per class, `:front` included; running ones not counted."""

@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from tokenfleet.producer.keys import PRIORITIES, partition_of
@@ -60,8 +61,8 @@ class Swap:
         A partition that is away keeps its victims.
         """
         asked = self.silences.asked(partitions)
-        waiting, unseen = await look(self.calls.peek_urgent, asked, len(victims))
-        self.silences.note(unseen)
+        peek = partial(self.calls.peek_urgent, most=len(victims))
+        waiting, unseen = await look(peek, asked, self.silences)
         self.errors += unseen.values()
         able = [one for one in victims if partition_of(one.id) in waiting]
         shares = allot([Offer(name, len(able)) for name in URGENT], waiting, len(able))

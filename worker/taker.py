@@ -50,6 +50,7 @@ class Taker:
         terms: Terms,
         *,
         order: ClassOrder,
+        silences: Silences,
         bury: Bury,
         put_back: PutBack,
         regrouped: Callable[[int], None],
@@ -60,7 +61,7 @@ class Taker:
         self._bury = bury
         self._put_back = put_back
         self._regrouped = regrouped
-        self._silences = Silences()
+        self._silences = silences
         self._bell = Doorbell(connection)
         self._urgent_bell = Doorbell(connection)
         self._next_due_ms: int | None = None

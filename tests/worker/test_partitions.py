@@ -21,7 +21,7 @@ from tokenfleet.producer.protocol import JobRequest
 from tokenfleet.worker import partitions, taker
 from tokenfleet.worker.broker import Broker
 from tokenfleet.worker.lease import LeaseKeeper
-from tokenfleet.worker.partitions import allot
+from tokenfleet.worker.partitions import PartitionSilent, allot
 from tokenfleet.worker.priorities import Offer
 from tokenfleet.worker.queue import JobQueue
 from tokenfleet.worker.rules import EVERY_OTHER, Rules, TenantLimits
@@ -270,12 +270,31 @@ async def test_a_part_of_a_cluster_that_said_nothing_is_waited_for_once_in_a_whi
     assert 0 in asked
     asked.clear()
     got |= {job.id for job in await spread.claim(9)}
+    with pytest.raises(PartitionSilent, match="not asked again yet"):
+        await spread.release_phantoms(got)
     assert 0 not in asked
     now = time.monotonic()
     monkeypatch.setattr(spread._taker._silences, "_clock", lambda: now + 7200)
     spread.connection.run = run
     got |= {job.id for job in await spread.claim(9)}
     assert got == {*ids}
+    assert await spread.release_phantoms(got) == frozenset()
+
+
+async def test_the_search_for_phantoms_waits_for_no_silent_part_either(spread, monkeypatch):
+    run, asked = spread.connection.run, []
+
+    async def hangs(script: Any, partition: int, *rest: Any, **more: Any) -> Any:
+        if partition == 0:
+            await asyncio.Event().wait()
+        asked.append(partition)
+        return await run(script, partition, *rest, **more)
+
+    spread.connection.run = hangs
+    monkeypatch.setattr(partitions, "LOOK_S", 0.05)
+    with pytest.raises(PartitionSilent, match="has not answered"):
+        await spread.release_phantoms([])
+    assert sorted(asked) == list(range(1, PARTITIONS))
 
 
 async def test_a_claim_without_a_reply_in_one_partition_brings_the_jobs_of_the_others(
