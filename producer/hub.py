@@ -199,6 +199,9 @@ class _Line:
         """In a row, without a confirmation between them."""
         self._forbidden: NoPermissionError | None = None
         """Why the last connection could subscribe to nothing."""
+        self._unsaid: dict[int, list[str]] = {}
+        """By partition: channels that are to be subscribed to in the next turn of the loop."""
+        self._saying: set[asyncio.Task[None]] = set()
         self._wire: Any = None
         self._task: asyncio.Task[None] | None = None
 
@@ -211,7 +214,7 @@ class _Line:
         confirmed = self._confirmed.get(channel)
         if confirmed is None:
             confirmed = self._confirmed[channel] = asyncio.Event()
-            await self._say(self._command, subscription.channel)
+            self._say_soon(subscription)
         await confirmed.wait()
         if self._forbidden is not None:
             raise BrokerUnsupported(
@@ -247,6 +250,9 @@ class _Line:
             return
         del self._ears[channel]
         self._confirmed.pop(channel, None)
+        if subscription.channel in (unsaid := self._unsaid.get(subscription.partition, [])):
+            unsaid.remove(subscription.channel)
+            return
         gone = self._gone[channel] = asyncio.Event()
         if await self._say(self._command.replace("SUB", "UNSUB"), subscription.channel):
             with suppress(TimeoutError):
@@ -283,6 +289,21 @@ class _Line:
             await asyncio.wait([task], timeout=0.1)
             task.cancel()  # more than once: redis-py may lose a cancel while it connects
 
+    def _say_soon(self, subscription: Subscription) -> None:
+        """Streams that are joined at once are asked for together: one command a partition, whose
+        channels share a slot."""
+        if not self._unsaid:
+            task = asyncio.create_task(self._say_all())
+            self._saying.add(task)
+            task.add_done_callback(self._saying.discard)
+        self._unsaid.setdefault(subscription.partition, []).append(subscription.channel)
+
+    async def _say_all(self) -> None:
+        while self._unsaid:
+            _, channels = self._unsaid.popitem()
+            if channels:
+                await self._say(self._command, *channels)
+
     async def _say(self, command: str, *channels: str) -> bool:
         """Send when connected. What cannot be sent now is made good by the next connection."""
         if self._wire is None or not self._wire.is_connected:
@@ -317,6 +338,7 @@ class _Line:
             wire.socket_timeout = None  # silence is no fault here
             wire._parser.pubsub_push_handler_func = _as_it_is
             self._wire = wire
+            self._unsaid.clear()
             for channel in list(self._ears):
                 await self._say(self._command, channel.decode())
             while True:

@@ -20,6 +20,8 @@ from tokenfleet.producer.scripts import SUBMIT
 _FIELDS = 12
 _KNOWN, _MISMATCH, _FULL = 1, 2, 3
 _BATCH = 128
+_FIRST_BATCH = 8
+"""Of the first call: a worker begins with these jobs while the others are on their way."""
 _BATCH_BYTES = 1 << 20
 _IN_FLIGHT = 4
 
@@ -156,11 +158,14 @@ def _batches(drafts: Sequence[Draft]) -> Iterator[list[Draft]]:
     """Drafts of one partition together, bounded in number and bytes."""
     groups: dict[int, list[Draft]] = {}
     sizes: dict[int, int] = {}
+    most: dict[int, int] = {}
     for draft in drafts:
         group = groups.setdefault(draft.partition, [])
         size = sizes.get(draft.partition, 0) + len(draft.packed)
-        if group and (len(group) >= _BATCH or size > _BATCH_BYTES):
+        full = len(group) >= most.get(draft.partition, _FIRST_BATCH)
+        if group and (full or size > _BATCH_BYTES):
             yield groups.pop(draft.partition)
+            most[draft.partition] = _BATCH
             group, size = groups.setdefault(draft.partition, []), len(draft.packed)
         group.append(draft)
         sizes[draft.partition] = size

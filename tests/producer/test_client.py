@@ -72,6 +72,16 @@ async def test_submit_many_keeps_order_and_checks_all_before_it_sends_any(lab):
     assert await queue.claim(1) == []
 
 
+async def test_jobs_submitted_together_wait_in_the_order_of_their_list(valkey_lab):
+    """In however many calls they came: the first ones are sent before the others."""
+    client = valkey_lab.client()
+    for count in (7, 30, 150):
+        jobs = await client.submit_many([{"model": "m", "prompt": "x"} for _ in range(count)])
+        queue = await valkey_lab.queue()
+        claimed = [job.id for _ in range(count) for job in await queue.claim(1)]
+        assert claimed == [job.id for job in jobs]
+
+
 async def test_a_result_comes_when_the_job_ends(lab):
     queue = await lab.queue()
     job = lab.client().job(await lab.submit())

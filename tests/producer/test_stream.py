@@ -181,6 +181,36 @@ async def test_a_client_uses_one_subscriber_connection_for_all_its_streams(valke
     assert await _subscribers(valkey_lab) == 0
 
 
+async def test_streams_joined_at_once_are_asked_for_in_one_command(own_lab):
+    """And one that is left before that is not asked for."""
+    hub = own_lab.client().link.reader.hub
+    first = await hub.subscribe(0, "first")
+    before = await _subscribe_calls(own_lab)
+    joining = [asyncio.create_task(hub.subscribe(0, f"c{n}")) for n in range(9)]
+    left = asyncio.create_task(hub.subscribe(0, "left"))
+    await asyncio.sleep(0)
+    left.cancel()
+    joined = await asyncio.gather(*joining)
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    assert await _subscribe_calls(own_lab) == before + 1
+    heard = [await own_lab.raw.publish(f"c{n}", str(n)) for n in range(9)]
+    assert heard == [1] * 9
+    assert await own_lab.raw.publish("left", "x") == 0
+    for number, ear in enumerate(joined):
+        while not isinstance(message := await ear.get(60.0), bytes):
+            assert message is not None
+        assert message == str(number).encode()
+    for ear in (first, *joined):
+        await hub.unsubscribe(ear)
+    assert await own_lab.raw.publish("c0", "x") == 0
+
+
+async def _subscribe_calls(lab: Any) -> int:
+    stats = await lab.raw.info("commandstats")
+    return int(stats["cmdstat_subscribe"]["calls"])
+
+
 async def test_a_dropped_subscriber_connection_loses_and_repeats_nothing(valkey_lab):
     writer = await writer_for(valkey_lab)
     await writer.write(1)
