@@ -78,14 +78,20 @@ class Dispatcher:
             more: another claim follows at once, and may bring more.
         """
         self.launcher.others_follow = more
-        for one in claimed:
-            job = self._own(one, asked_at)
-            if is_short(one):
-                self._prepare_here(job)
+        jobs = [self._own(one, asked_at) for one in claimed]
+        refused = []
+        for job in jobs:
+            if is_short(job.claimed):
+                if error := self._prepare_here(job):
+                    refused.append((job, error))
                 self.launcher.at_once()
             else:
                 self._spawn(self._prepare(job))
-        self.launcher.soon()
+        self.launcher.ready()
+        for job in jobs:  # whoever waits for a first token does not wait for this
+            self._tell_of_claim(job)
+        for job, error in refused:
+            self._not_prepared(job, error)
 
     def _own(self, one: ClaimedJob, asked_at: float) -> Job:
         if older := self._roster.get(one.id):
@@ -93,20 +99,24 @@ class Dispatcher:
         job = Job(one, self._clock())
         job.lease_until = asked_at + self._lease_s
         self._roster.add(job)
-        self._telemetry.job_claimed(one)
+        return job
+
+    def _tell_of_claim(self, job: Job) -> None:
+        one = job.claimed
+        self._telemetry.job_claimed(one, job.claimed_at)
         log.info(
             "job_claimed", job_id=one.id, attempt=one.attempt, offset=one.offset,
             failures=one.failures,
         )  # fmt: skip
-        return job
 
-    def _prepare_here(self, job: Job) -> None:
+    def _prepare_here(self, job: Job) -> Exception | None:
+        """Returns what was wrong."""
         try:
             self._preparer.prepare_here(job)
         except Exception as error:  # noqa: BLE001 - no reason to end the other jobs
-            self._not_prepared(job, error)
-        else:
-            self._prepared(job)
+            return error
+        self._prepared(job)
+        return None
 
     async def _prepare(self, job: Job) -> None:
         try:

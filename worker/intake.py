@@ -23,7 +23,7 @@ from tokenfleet.worker.preemption import Seats
 from tokenfleet.worker.queue import ClaimedJob, JobQueue
 from tokenfleet.worker.roster import Roster
 
-FIRST_PORTION = 4
+FIRST_PORTION = 2
 """Jobs of a pause's first claim; each claim after it takes twice as many. The engine works on the
 first ones while the others are fetched and made ready."""
 

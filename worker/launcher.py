@@ -49,13 +49,22 @@ class Launcher:
     def soon(self) -> None:
         """Launch what this turn of the loop makes ready. What does not fill a step waits a moment
         for jobs that follow."""
-        loop = asyncio.get_running_loop()
-        if self.others_follow and self._tokens_ready() < self._step_tokens:
-            if self._due is None:
-                self._due = loop.call_later(HOLD_S, self.now)
-            return
-        self._forget_due()
-        self._due = loop.call_soon(self.now)
+        if not self._held():
+            self._forget_due()
+            self._due = asyncio.get_running_loop().call_soon(self.now)
+
+    def ready(self) -> None:
+        """The same for what is ready already."""
+        if not self._held():
+            self.now()
+
+    def _held(self) -> bool:
+        """Whether it waits for jobs that follow."""
+        if not self.others_follow or self._tokens_ready() >= self._step_tokens:
+            return False
+        if self._due is None:
+            self._due = asyncio.get_running_loop().call_later(HOLD_S, self.now)
+        return True
 
     def at_once(self) -> None:
         """Launch what is ready if it fills a step and the engine has nothing to do: it begins while

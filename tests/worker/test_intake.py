@@ -127,20 +127,20 @@ async def test_an_engine_that_comes_back_is_given_work_without_a_bell() -> None:
 
 async def test_of_a_burst_a_few_jobs_are_fetched_first_and_then_more_at_a_time() -> None:
     """The engine can begin with them; what follows is said, and that nothing does."""
-    worker = Claiming(LongQueue(30), Counting, slots=64)
+    worker = Claiming(LongQueue(25), Counting, slots=64)
     await worker.settle()
-    assert worker.queue.asked == [4, 8, 16, 32]
-    assert worker.dispatcher.told == [(4, True), (8, True), (16, True), (2, False)]
-    worker.queue.left = 5
+    assert worker.queue.asked == [2, 4, 8, 16]
+    assert worker.dispatcher.told == [(2, True), (4, True), (8, True), (11, False)]
+    worker.queue.left = 3
     worker.queue.rung.set()
     await worker.settle()
-    assert worker.queue.asked[4:] == [4, 8]
+    assert worker.queue.asked[4:] == [2, 4]
     await worker.end()
 
 
 async def test_no_more_is_fetched_than_there_is_room_for() -> None:
     worker = Claiming(LongQueue(30), Counting, slots=6)
     await worker.settle()
-    assert worker.queue.asked == [4, 2]
-    assert worker.dispatcher.told == [(4, True), (2, False)]
+    assert worker.queue.asked == [2, 4]
+    assert worker.dispatcher.told == [(2, True), (4, False)]
     await worker.end()

@@ -114,8 +114,12 @@ class Telemetry:
             vllm_names=settings.vllm_metric_names,
         )
 
-    def job_claimed(self, job: ClaimedJob) -> None:
-        """A claim succeeded; a job that has logged tokens is also `resumed` by this."""
+    def job_claimed(self, job: ClaimedJob, claimed_at: float | None = None) -> None:
+        """A claim succeeded; a job that has logged tokens is also `resumed` by this.
+
+        Args:
+            claimed_at: when, by this object's clock; now, when not given.
+        """
         parent, links = tracing.received(job.request.traceparent, job.request.tracestate)
         process = self._tracer.start_span(
             f"{semconv.PROCESS} {semconv.queue_name(job.request.model, job.priority)}",
@@ -140,7 +144,7 @@ class Telemetry:
                 semconv.JOB_PRIORITY: job.priority,
             },
             waited_s=waited_s,
-            claimed_at=self._clock(),
+            claimed_at=self._clock() if claimed_at is None else claimed_at,
             offset=job.offset,
         )
         self._instruments.claimed(

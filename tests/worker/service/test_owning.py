@@ -13,7 +13,8 @@ from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import BrokerUnavailable
 from tokenfleet.producer.protocol import JobRequest
 from tokenfleet.producer.submission import Submission
-from tokenfleet.worker import launcher
+from tokenfleet.worker import intake, launcher
+from tokenfleet.worker.observing.telemetry import Telemetry
 from tokenfleet.worker.queue import JobQueue
 from tokenfleet.worker.taker import CLAIM
 
@@ -53,7 +54,7 @@ async def test_a_freed_slot_is_given_to_the_next_job_at_once(fleet, until) -> No
     await until(lambda: fleet.has(second))
 
 
-@pytest.mark.parametrize(("tokens", "owned"), [(10, 6), (100, 4)])
+@pytest.mark.parametrize(("tokens", "owned"), [(10, 6), (200, 2)])
 async def test_jobs_that_fill_no_step_are_begun_with_those_fetched_behind_them(
     fleet, until, monkeypatch, tokens, owned
 ) -> None:
@@ -73,6 +74,23 @@ async def test_jobs_that_fill_no_step_are_begun_with_those_fetched_behind_them(
     assert seen[0] == owned
 
 
+async def test_the_engine_has_a_job_before_its_claim_is_told_of(fleet, until, monkeypatch) -> None:
+    given: list[bool] = []
+    told = Telemetry.job_claimed
+
+    def watched(self, job, *args):
+        given.append(fleet.has(job.id))
+        told(self, job, *args)
+
+    monkeypatch.setattr(Telemetry, "job_claimed", watched)
+    fleet.worker()
+    job = await fleet.submit()
+    await until(lambda: fleet.has(job))
+    fleet.engine.say(job, "ok", "stop")
+    await until(lambda: fleet.is_(job, "finished"))
+    assert given == [True]
+
+
 async def test_a_job_waits_for_others_behind_it_only_a_moment(fleet, until, monkeypatch) -> None:
     """Of a claim that does not come back, say."""
     claim, gone = JobQueue.claim, asyncio.Event()
@@ -87,8 +105,9 @@ async def test_a_job_waits_for_others_behind_it_only_a_moment(fleet, until, monk
     jobs = [await fleet.submit() for _ in range(5)]
     monkeypatch.setattr(JobQueue, "claim", stuck)
     fleet.worker(max_num_seqs=32)
-    await until(lambda: fleet.has(*jobs[:4]))
-    assert not fleet.has(jobs[4])
+    first = jobs[: intake.FIRST_PORTION]
+    await until(lambda: fleet.has(*first))
+    assert len(fleet.engine.requests) == len(first)
     gone.set()
     await until(lambda: fleet.has(*jobs))
 
