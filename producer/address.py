@@ -33,6 +33,7 @@ _TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _TEXTS = (*_TLS_FILES, "ssl_ca_path", "ssl_cert_reqs", "ssl_ciphers", "username", "password")
 _FLAGS = ("ssl_check_hostname", "socket_keepalive", "cluster", "decode_responses")
 _NUMBERS = ("db", "protocol", "max_connections", "health_check_interval")
+_ALLOWED = {"protocol": range(2, 4), "max_connections": range(1, 1 << 16)}
 _SENTINELS = ("sentinel_username", "sentinel_password")
 _NAMES = frozenset((*_TEXTS, *_FLAGS, *_NUMBERS, *_SENTINELS, "client_name"))
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
@@ -185,7 +186,13 @@ def _options(url: str, query: str) -> dict[str, Any]:
 
 def _value(url: str, name: str, text: str) -> Any:
     if name in _NUMBERS:
-        return _number(url, name, text)
+        number = _number(url, name, text)
+        if name in _ALLOWED and number not in _ALLOWED[name]:
+            least, most = _ALLOWED[name][0], _ALLOWED[name][-1]
+            raise _wrong(url, f"must have a {name} from {least} to {most}")
+        return number
+    if name == "client_name" and not (text.isascii() and text.isprintable() and " " not in text):
+        raise _wrong(url, "must have a client_name without spaces and special characters")
     if name not in _FLAGS:
         return text
     if text.lower() not in (*_YES, *_NO):

@@ -153,11 +153,13 @@ class WorkerSettings(BaseSettings):
     @classmethod
     def _an_address(cls, value: str) -> str:
         try:
-            parse_address(value)
+            address = parse_address(value)
         except InvalidJob as error:
             raise ValueError(f"{error.way_out}; got {error.value}") from None
         except BrokerUnsupported as error:
             raise ValueError(str(error)) from None
+        if address.options.get("max_connections", 2) < 2:  # one of them waits for jobs
+            raise ValueError("must allow a worker max_connections of 2 or more")
         return value
 
     @property

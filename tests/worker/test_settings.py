@@ -70,6 +70,7 @@ def test_flags_come_before_environment_before_file_before_defaults(
         ("health_port", "70000"),
         ("redis_url", "http://localhost"),
         ("redis_url", "redis://localhost/0?decode_responses=true"),
+        ("redis_url", "redis://localhost/0?max_connections=1"),
         ("namespace", "a b"),
         ("log_level", "loud"),
         ("prefetch", "-1"),
