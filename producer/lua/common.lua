@@ -96,6 +96,9 @@ local function forsaken(id, job, now, heard)
     if job.alone then redis.call('HDEL', job_key(id), 'alone') end
     return false
   end
-  if not job.alone then redis.call('HSET', job_key(id), 'alone', now) end
-  return now - tonumber(job.alone or now) >= GRACE_MS
+  local since = tonumber(job.alone or now)
+  if not job.alone or since > now then -- a clock that was set back begins anew
+    redis.call('HSET', job_key(id), 'alone', now)
+  end
+  return now - since >= GRACE_MS
 end

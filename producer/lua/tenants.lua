@@ -96,13 +96,17 @@ end
 
 local RATE_MS = 30000 -- the drain rate is that of about this long
 
+-- What is left now of a count kept at another time. A clock that was set back makes none larger.
+local function faded(count, at, now)
+  return tonumber(count or 0) * math.exp(math.min(tonumber(at or now) - now, 0) / RATE_MS)
+end
+
 -- Measures how fast a limited tenant's jobs end: a count in which each end fades with time.
 local function drained(tenant, now)
   if not limits_of(tenant) then return end
   local key = tenant_key(tenant, 'drain')
   local drain = fields(key, 'count', 'at', 'since')
-  local at = tonumber(drain.at or now)
-  local count = tonumber(drain.count or 0) * math.exp((at - now) / RATE_MS) + 1
+  local count = faded(drain.count, drain.at, now) + 1
   redis.call('HSET', key, 'count', count, 'at', now, 'since', drain.since or now)
   redis.call('PEXPIRE', key, 20 * RATE_MS)
 end
@@ -111,7 +115,7 @@ end
 local function retry_after(tenant, wanted, now)
   local drain = fields(tenant_key(tenant, 'drain'), 'count', 'at', 'since')
   if not drain.count then return 5000 end
-  local count = tonumber(drain.count) * math.exp((tonumber(drain.at) - now) / RATE_MS)
+  local count = faded(drain.count, drain.at, now)
   local age = math.max(1000, now - tonumber(drain.since))
   local each_ms = RATE_MS * (1 - math.exp(-age / RATE_MS)) / math.max(count, 0.001)
   return math.floor(math.min(math.max(wanted * each_ms, 100), 60000))

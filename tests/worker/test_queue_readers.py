@@ -34,6 +34,17 @@ async def test_a_renewal_ends_a_job_whose_reader_stays_away_only(valkey_lab):
     assert "cancel" in await valkey_lab.fields(job_id)
 
 
+async def test_an_absence_is_counted_anew_where_the_clock_was_set_back(valkey_lab):
+    queue = await valkey_lab.queue()
+    job_id = await _watched(valkey_lab)
+    jobs = await queue.claim(1)
+    await _alone_for(valkey_lab, job_id, -3600)
+    await queue.renew(jobs)
+    fields = await valkey_lab.fields(job_id)
+    assert int(fields["alone"]) <= await valkey_lab.server_ms()
+    assert "cancel" not in fields
+
+
 async def test_a_reader_that_came_back_is_not_held_its_absence_against(valkey_lab, until):
     queue = await valkey_lab.queue()
     job_id = await _watched(valkey_lab)

@@ -112,6 +112,17 @@ async def test_the_time_to_come_back_in_follows_the_measured_drain_rate(lab):
     assert waits[1] == pytest.approx(1.0, rel=0.3)
 
 
+async def test_a_clock_that_was_set_back_makes_no_drain_rate_larger(lab):
+    await limit(lab, "a", waiting=1)
+    await lab.submit(tenant="a")
+    now = await lab.server_ms()
+    before = {"count": 30, "at": now + 3_600_000, "since": now - 10_000_000}
+    await lab.raw.hset(lab.keys.tenant("a", "drain"), mapping=before)
+    with pytest.raises(QueueFull) as caught:
+        await lab.submit(tenant="a")
+    assert caught.value.retry_after_s == pytest.approx(1.0, rel=0.3)
+
+
 async def test_every_end_of_a_job_is_counted_in_the_drain_rate(lab):
     await limit(lab, "a", running=9)
     queue, client = await lab.queue(), lab.client()
