@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -73,7 +74,25 @@ _UNUSABLE = ("DB index is out of range", "unknown command")
 """How a server says that it is not one that can be used: a sentinel URL that leads to none, say."""
 SERVER_WIDE = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY ", "CLUSTERDOWN")
 """Replies that say something about the server for now, and nothing about what was asked."""
-_REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
+_ASKS_WHO = ("HELLO must be called with the client already", "Authentication required")
+"""How a server answers who has said no name and no password."""
+_CLIENT_SHOWN = re.compile(r"<redis\.asyncio\.client\.Redis\(.*?\)>\)>\)> - ", re.DOTALL)
+"""A client as redis-py prints it into its errors, all of its settings included."""
+REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
+
+
+def refusal(error: Exception) -> BrokerUnsupported:
+    """What a server's answer means that does not know us, or does not let us do it."""
+    if any(words in str(error) for words in _ASKS_WHO):
+        return BrokerUnsupported(
+            "Redis asks for a user and a password, and none was given; "
+            "they belong into its URL: redis://USER:PASSWORD@HOST:PORT/0"
+        )
+    if isinstance(error, NoPermissionError):
+        return BrokerUnsupported(
+            f"Redis refuses: {error}; `tokenfleet acl` prints the rights that each role needs"
+        )
+    return BrokerUnsupported(f"Redis refuses: {error}")
 
 
 class Connection:
@@ -287,8 +306,8 @@ class Connection:
 
     def _check_passing(self, error: Exception) -> None:
         """Return where the same call may succeed a moment later; else raise what it means."""
-        if isinstance(error, _REFUSALS):
-            raise BrokerUnsupported(f"Redis refuses: {error}") from error
+        if isinstance(error, REFUSALS):
+            raise refusal(error) from error
         if isinstance(error, OutOfMemoryError):
             raise BrokerUnavailable(f"Redis is out of memory: {error}") from error
         if isinstance(error, _PASSING):
@@ -315,9 +334,9 @@ class Connection:
     def _unavailable(self, error: Exception, patience_s: float) -> BrokerUnavailable:
         if str(error).startswith(SERVER_WIDE):
             return BrokerUnavailable(f"{self.describe()} refuses for now: {error}")
+        said = _CLIENT_SHOWN.sub("", str(error)) or type(error).__name__
         return BrokerUnavailable(
-            f"{self.describe()} was not reached within {patience_s:g} s "
-            f"({error or type(error).__name__}); {self._doubt()}"
+            f"{self.describe()} was not reached within {patience_s:g} s ({said}); {self._doubt()}"
         )
 
     def _check_open(self) -> None:

@@ -17,7 +17,13 @@ from typing import Any
 
 from redis.exceptions import RedisClusterException
 
-from tokenfleet.producer.connection import Connection, RedisError, ResponseError
+from tokenfleet.producer.connection import (
+    REFUSALS,
+    Connection,
+    RedisError,
+    ResponseError,
+    refusal,
+)
 from tokenfleet.producer.errors import BrokerUnavailable, KeyOccupied
 from tokenfleet.producer.fleet_view import (
     FleetStatus,
@@ -297,6 +303,8 @@ def reaching(connection: Connection) -> Iterator[None]:
     """For commands that go past the connection's own repeating: its error all the same."""
     try:
         yield
+    except REFUSALS as error:
+        raise refusal(error) from error
     except ResponseError:
         raise
     except (RedisError, RedisClusterException, OSError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +54,33 @@ async def test_a_worker_with_the_least_rights_serves_and_sees_its_queue(
             await stranger.flushall()
         await stranger.aclose()
         await admin.aclose()
+
+
+@pytest.fixture
+async def producer_urls(run: Any) -> AsyncIterator[tuple[str, str]]:
+    """Ways to a server that lets nobody in without a password: without one, and as a producer."""
+    with EmbeddedServer() as server:
+        admin = Redis.from_url(server.url)
+        said = run("acl", "producer").stdout.replace(">PASSWORD", ">secret").split()
+        await admin.execute_command(*said)
+        await admin.execute_command("CONFIG", "SET", "requirepass", "secret")
+        await admin.aclose()
+        yield server.url, server.url.replace("redis://", "redis://producer:secret@")
+
+
+@pytest.mark.parametrize("words", ["queue list", "dead list", "queue pause m"])
+async def test_who_may_not_do_it_is_told_how_to_get_the_rights(
+    producer_urls: tuple[str, str], run: Any, words: str
+) -> None:
+    done = await asyncio.to_thread(run, *words.split(), "--redis-url", producer_urls[1])
+    assert done.returncode == 3
+    assert "`tokenfleet acl` prints the rights" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+async def test_who_gave_no_password_is_told_where_it_belongs(
+    producer_urls: tuple[str, str], run: Any
+) -> None:
+    done = await asyncio.to_thread(run, "queue", "list", "--redis-url", producer_urls[0])
+    assert done.returncode == 3
+    assert "Redis asks for a user and a password" in done.stderr
