@@ -21,7 +21,8 @@ _FIELDS = 12
 _KNOWN, _MISMATCH, _FULL = 1, 2, 3
 _BATCH = 128
 _FIRST_BATCH = 8
-"""Of the first call: a worker begins with these jobs while the others are on their way."""
+"""Of the first call, before all others: a server tells whom it has woken once it has done all that
+it was sent, and a worker begins with these jobs while the others are on their way."""
 _BATCH_BYTES = 1 << 20
 _IN_FLIGHT = 4
 
@@ -88,7 +89,11 @@ class Submission:
             for draft, (outcome, job_id) in zip(batch, answers):
                 replies[draft.id] = (outcome, job_id.decode())
 
-        sending = [asyncio.ensure_future(send_batch(batch)) for batch in _batches(drafts)]
+        alone = self._connection.partitions == 1
+        batches = list(_batches(drafts, _FIRST_BATCH if alone else _BATCH))
+        if alone and len(batches) > 1:
+            await send_batch(batches.pop(0))
+        sending = [asyncio.ensure_future(send_batch(batch)) for batch in batches]
         try:
             await asyncio.gather(*sending)
         finally:  # nothing more is sent once the caller has heard of one that failed
@@ -154,18 +159,16 @@ def _own_trace(request: JobRequest) -> dict[str, str]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _batches(drafts: Sequence[Draft]) -> Iterator[list[Draft]]:
-    """Drafts of one partition together, bounded in number and bytes."""
+def _batches(drafts: Sequence[Draft], most: int) -> Iterator[list[Draft]]:
+    """Drafts of one partition together, bounded in bytes and number: `most` in the first."""
     groups: dict[int, list[Draft]] = {}
     sizes: dict[int, int] = {}
-    most: dict[int, int] = {}
     for draft in drafts:
         group = groups.setdefault(draft.partition, [])
         size = sizes.get(draft.partition, 0) + len(draft.packed)
-        full = len(group) >= most.get(draft.partition, _FIRST_BATCH)
-        if group and (full or size > _BATCH_BYTES):
+        if group and (len(group) >= most or size > _BATCH_BYTES):
             yield groups.pop(draft.partition)
-            most[draft.partition] = _BATCH
+            most = _BATCH
             group, size = groups.setdefault(draft.partition, []), len(draft.packed)
         group.append(draft)
         sizes[draft.partition] = size
