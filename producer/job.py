@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
+from tokenfleet.producer.absence import Absence
 from tokenfleet.producer.checks import is_number
 from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import (
@@ -23,7 +24,7 @@ from tokenfleet.producer.errors import (
 )
 from tokenfleet.producer.keys import keys_of
 from tokenfleet.producer.protocol import Event, EventError, JobResult, JobStatus, State
-from tokenfleet.producer.stream import Absence, JobReader, as_int
+from tokenfleet.producer.stream import JobReader, as_int
 from tokenfleet.producer.submission import Submission
 
 NOT_SENT = (

@@ -13,11 +13,11 @@ Invariant: the cursor is the log entry last looked at; no token is handed out tw
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tokenfleet.producer.absence import Absence
 from tokenfleet.producer.checks import is_int
 from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import (
@@ -143,34 +143,6 @@ class JobReader:
             raise StreamInterrupted(job_id, run.offset, str(error), retryable=False) from error
         finally:
             await run.leave()
-
-
-class Absence:
-    """How long a job may be gone. Redis may have forgotten one that runs, and its worker gives it
-    back then; it is waited for so long, and no other is."""
-
-    def __init__(self, job_id: str, patience_s: float) -> None:
-        self._job_id = job_id
-        self._patience_s = patience_s
-        self._until: float | None = None
-        """By the loop's clock; None while the job is there."""
-        self.ran = False
-        """Whether it did when it was last heard of."""
-
-    def wait_s(self, state: State | None) -> float:
-        """How long to wait before the next look; 0 where the job is there.
-
-        Raises JobExpired when it has been gone for too long.
-        """
-        if state is not None:
-            self.ran, self._until = state is State.RUNNING, None
-            return 0.0
-        now = asyncio.get_running_loop().time()
-        if self._until is None:
-            self._until = now + (self._patience_s if self.ran else 0.0)
-        if now >= self._until:
-            raise JobExpired(self._job_id)
-        return self._until - now
 
 
 class _Run:
