@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenfleet.producer.batch.check import Problem
-from tokenfleet.producer.batch.refusals import ErrorAnswer, failed_answer
+from tokenfleet.producer.batch.refusals import ErrorAnswer, error_answer, failed_answer
 from tokenfleet.producer.batch.responses import ResponseShape
+from tokenfleet.producer.errors import UndecodableJob
 from tokenfleet.producer.protocol import JobResult, State
 
 _PREFIX = "batch_req_"
@@ -59,7 +60,11 @@ def record_of(batch: str, line: int, custom_id: str, shape: ResponseShape, job: 
     """The record of a line whose job has ended."""
     base = {"id": request_id(batch, line), "custom_id": custom_id}
     if job.state is State.FINISHED and job.result is not None:
-        result = JobResult.unpack(job.result)
+        try:
+            result = JobResult.unpack(job.result)
+        except UndecodableJob as error:  # a newer worker's: this line's fault alone
+            response = _response(job.job_id, 500, error_answer(error).body)
+            return Record(line, True, {**base, "response": response, "error": None})
         body = shape.body(
             result, job_id=job.job_id, created_s=job.ended_ms // 1000, extra=_own(job, result)
         )

@@ -24,6 +24,7 @@ from tokenfleet.producer.errors import (
     ResultTimeout,
     StreamInterrupted,
     TokenfleetError,
+    UndecodableJob,
 )
 
 CALLERS_FAULT = frozenset(
@@ -36,6 +37,7 @@ CALLERS_FAULT = frozenset(
 
 _STATUS: tuple[tuple[type[Exception], int, str], ...] = (
     (IdempotencyMismatch, 409, "idempotency_mismatch"),
+    (UndecodableJob, 500, "undecodable"),
     (InvalidJob, 400, "invalid_value"),
     (QueueFull, 429, "queue_full"),
     (JobExpired, 404, "job_expired"),

@@ -8,6 +8,7 @@ Invariant: a body holds what JSON has, and nothing of the request's prompt.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,9 @@ from tokenfleet.producer.protocol import Choice, JobResult, Usage
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 ENDPOINTS = (CHAT, COMPLETIONS)
+
+IMPOSSIBLE = -9999.0
+"""The logprob of a token that cannot come, as OpenAI writes it: JSON has no infinity."""
 
 Logprobs = Sequence[Mapping[int, float]]
 
@@ -57,7 +61,9 @@ class ResponseShape:
         }
         if result.prompt_logprobs is not None:
             body["prompt_logprobs"] = [
-                None if entry is None else {str(token): value for token, value in entry.items()}
+                None
+                if entry is None
+                else {str(token): _finite(value) for token, value in entry.items()}
                 for entry in result.prompt_logprobs
             ]
         return body if extra is None else {**body, "tokenfleet": dict(extra)}
@@ -78,9 +84,9 @@ class ResponseShape:
             return {"content": content, "refusal": None}
         return {
             "tokens": [_name(token) for token, _ in rows],
-            "token_logprobs": [row[token] for token, row in rows],
+            "token_logprobs": [_finite(row[token]) for token, row in rows],
             "top_logprobs": [
-                {_name(other): value for other, value in _top(row, self.logprobs)}
+                {_name(other): _finite(value) for other, value in _top(row, self.logprobs)}
                 for _, row in rows
             ],
             "text_offset": None,
@@ -115,15 +121,20 @@ def usage_of(usage: Usage) -> dict[str, Any]:
 
 def _chat_token(token: int, row: Mapping[int, float], count: int) -> dict[str, Any]:
     top = [
-        {"token": _name(other), "bytes": None, "logprob": value}
+        {"token": _name(other), "bytes": None, "logprob": _finite(value)}
         for other, value in _top(row, count)
     ]
-    return {"token": _name(token), "bytes": None, "logprob": row[token], "top_logprobs": top}
+    chosen = _finite(row[token])
+    return {"token": _name(token), "bytes": None, "logprob": chosen, "top_logprobs": top}
 
 
 def _top(row: Mapping[int, float], count: int) -> list[tuple[int, float]]:
     """The likeliest `count`; the chosen token may not be among them."""
     return sorted(row.items(), key=lambda entry: (-entry[1], entry[0]))[:count]
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else IMPOSSIBLE
 
 
 def _name(token: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from tokenfleet.producer import (
     JobResult,
     QueueFull,
     SamplingParams,
+    UndecodableJob,
     Usage,
 )
 from tokenfleet.producer.batch import (
@@ -25,6 +28,8 @@ from tokenfleet.producer.batch import (
     error_answer,
     translate_request,
 )
+from tokenfleet.producer.batch.records import Ended, record_of
+from tokenfleet.producer.protocol import State
 from tokenfleet.producer.request import JobRequest
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -271,9 +276,27 @@ def test_logprobs_are_null_unless_asked_for() -> None:
     assert [choice["logprobs"] for choice in body["choices"]] == [None, None]
 
 
+@pytest.mark.parametrize("request_", [chat(logprobs=True, top_logprobs=2), completion(logprobs=2)])
+def test_a_token_that_cannot_come_has_a_logprob_that_json_has(request_: TranslatedRequest) -> None:
+    row = {1: 0.0, 2: -math.inf}
+    choice = Choice("a", (1, 2), "stop", (row, {1: 0.0, 2: math.nan}))
+    result = JobResult(choices=(choice,), prompt_logprobs=(None, row))
+    body = request_.shape.body(result, job_id="j.0", created_s=9)
+    assert json.dumps(body, allow_nan=False).count("-9999.0") >= 3
+
+
+def test_a_result_of_a_newer_version_fails_its_line_alone() -> None:
+    ended = Ended("j.0", State.FINISHED, b"\x81\xa1v\x02", "", "", 1, 1, 2)
+    record = record_of("batch_b", 7, "c", chat().shape, ended)
+    assert (record.failed, record.content["error"]) == (True, None)
+    assert record.content["response"]["status_code"] == 500
+    assert record.content["response"]["body"]["error"]["code"] == "undecodable"
+
+
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
+        (UndecodableJob("result", b"x", "must be msgpack"), 500, "undecodable"),
         (InvalidJob("prompt", "", "must not be empty"), 400, "invalid_value"),
         (JobFailed("j", "prompt_too_long", "too long", 1), 400, "prompt_too_long"),
         (JobFailed("j", "engine_died", "killed", 4), 500, "engine_died"),
