@@ -21,8 +21,9 @@ _FIELDS = 12
 _KNOWN, _MISMATCH, _FULL = 1, 2, 3
 _BATCH = 128
 _FIRST_BATCH = 8
-"""Of the first call, before all others: a server tells whom it has woken once it has done all that
-it was sent, and a worker begins with these jobs while the others are on their way."""
+"""Of the first call, before the other one, where two do: a server tells whom it has woken once it
+has done all that it was sent, and a worker begins with these jobs while the others are on their
+way."""
 _BATCH_BYTES = 1 << 20
 _IN_FLIGHT = 4
 
@@ -89,9 +90,9 @@ class Submission:
             for draft, (outcome, job_id) in zip(batch, answers):
                 replies[draft.id] = (outcome, job_id.decode())
 
-        alone = self._connection.partitions == 1
-        batches = list(_batches(drafts, _FIRST_BATCH if alone else _BATCH))
-        if alone and len(batches) > 1:
+        short = self._connection.partitions == 1 and len(drafts) <= _BATCH
+        batches = list(_batches(drafts, _FIRST_BATCH if short else _BATCH))
+        if short and len(batches) > 1:
             await send_batch(batches.pop(0))
         sending = [asyncio.ensure_future(send_batch(batch)) for batch in batches]
         try:
