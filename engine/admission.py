@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from collections.abc import Sequence as Tokens
 from dataclasses import replace
-
-import numpy as np
 
 from tokenfleet.engine.accounts import Accounts
 from tokenfleet.engine.compiling import Compiling
@@ -19,8 +16,8 @@ from tokenfleet.engine.constraints import Constraint
 from tokenfleet.engine.errors import InvalidRequest
 from tokenfleet.engine.execution.loading import Vocabulary
 from tokenfleet.engine.request import EngineRequest
+from tokenfleet.engine.request_checks import check_fits, check_request, longest
 from tokenfleet.engine.sampling_params import SamplingParams
-from tokenfleet.engine.scheduling.limits import Limits
 from tokenfleet.engine.scheduling.scheduler import Scheduler
 from tokenfleet.engine.scheduling.sequence import Sequence
 
@@ -107,9 +104,9 @@ class Admission:
 
     def _check(self, request: EngineRequest) -> int:
         """Refuse a request, or tell the length at which its sequences end."""
+        check_request(request, self._vocabulary.vocab_size, self._max_len)
         if request.id in self._accounts or request.id in self._compiling:
             raise InvalidRequest("duplicate_id", f"a request {request.id!r} is running already")
-        check_request(request, self._vocabulary.vocab_size, self._max_len)
         num_blocks, limits = self._scheduler.pool.num_blocks, self._scheduler.limits
         max_len = longest(request, self._max_len, num_blocks * limits.block_size)
         check_fits(max_len, limits, num_blocks)
@@ -136,73 +133,6 @@ class Admission:
         if parent is not None and sequences:
             sequences[0].parent, sequences[0].shared_limit = parent, parent.num_done
         self._accounts.open(request, sequences)
-
-
-def check_request(request: EngineRequest, vocab_size: int, max_len: int) -> None:
-    """Refuse what the model cannot be asked.
-
-    Raises:
-        InvalidRequest: `empty_prompt`, `token_out_of_range`, `prompt_too_long`, `unsupported` or
-            `invalid_parameter`.
-    """
-    prompt, params = request.prompt_token_ids, request.params
-    if isinstance(prompt, (str, bytes)) or not isinstance(prompt, (Tokens, np.ndarray)):
-        raise InvalidRequest("bad_prompt", f"a prompt is a list of token ids, got {prompt!r:.50}")
-    if not len(prompt):
-        raise InvalidRequest("empty_prompt", "the prompt has no tokens; send at least one")
-    _check_ids("prompt_token_ids", prompt, vocab_size)
-    _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
-    _check_ids("logit_bias", params.logit_bias, vocab_size)
-    if len(prompt) > max_len:
-        raise InvalidRequest(
-            "prompt_too_long",
-            f"the prompt has {len(prompt)} tokens and max_model_len is {max_len}; shorten it",
-        )
-    if params.structured_outputs is not None and params.min_tokens:
-        raise InvalidRequest(
-            "invalid_parameter",
-            "min_tokens and structured_outputs contradict each other: the grammar decides where "
-            "the output ends; leave min_tokens at 0",
-        )
-    if len(request.resume) > params.n:
-        raise InvalidRequest(
-            "invalid_parameter", f"resume has {len(request.resume)} outputs and n is {params.n}"
-        )
-    room = max_len - len(prompt)
-    for output in request.resume:
-        _check_ids("resume", output, vocab_size)
-        if len(output) > min(room, room if params.max_tokens is None else params.max_tokens):
-            raise InvalidRequest(
-                "invalid_parameter",
-                f"resume has an output of {len(output)} tokens, more than max_tokens or "
-                f"max_model_len allow",
-            )
-
-
-def check_fits(max_len: int, limits: Limits, num_blocks: int) -> None:
-    """Refuse a sequence that could never run to its end, however few run beside it.
-
-    Raises:
-        InvalidRequest: `never_fits`.
-    """
-    needed = limits.blocks_for(max_len)
-    if needed > num_blocks:
-        raise InvalidRequest(
-            "never_fits",
-            f"{max_len} tokens (prompt plus max_tokens) need {needed} KV blocks and the engine "
-            f"has {num_blocks}; lower max_tokens or start it with more num_blocks",
-        )
-
-
-def longest(request: EngineRequest, max_len: int, pool_tokens: int) -> int:
-    """Length at which the request's sequences end: what was asked for, within max_model_len.
-
-    max_tokens None asks for as much as the model and the whole pool have room for.
-    """
-    prompt, wanted = len(request.prompt_token_ids), request.params.max_tokens
-    if wanted is None:
-        return max(prompt, min(max_len, pool_tokens))
-    return min(prompt + wanted, max_len)
 
 
 def sequences_of(
@@ -257,13 +187,3 @@ def _advanced(constraint: Constraint | None, tokens: Iterable[int]) -> Constrain
         if wrong is not None:
             raise InvalidRequest("unsupported_grammar", f"the output cannot be resumed: {wrong}")
     return own
-
-
-def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    for token in ids:
-        whole = isinstance(token, (int, np.integer)) and not isinstance(token, bool)
-        if not whole or not 0 <= token < vocab_size:
-            raise InvalidRequest(
-                "token_out_of_range",
-                f"{name} contains {token!r}; token ids of this model are 0 to {vocab_size - 1}",
-            )
