@@ -53,6 +53,12 @@ FP8_CHUNK_TILES = {
     (90, 128): Tiles(128, 64, 8, 3),
     (100, 128): Tiles(128, 64, 8, 3),
 }
+UNEVEN_CHUNK_TILES = {
+    # query heads a KV head that are no power of two: finding a row's head takes registers
+    # (generation, head dimension rounded up, bytes of a key's value)
+    (90, 128, 2): Tiles(128, 64, 8, 3),
+    (90, 128, 1): Tiles(128, 64, 8, 2),
+}
 SMALL_CHUNK_TILES = {
     # for chunks of at most SMALL_CHUNK_ROWS rows, all heads of a KV head together
     (80, 64): Tiles(64, 32, 8, 2),
@@ -89,10 +95,13 @@ def pick_tiles(
     if dtype == torch.float32:  # not for speed: products of three tf32 parts
         return Tiles(least, 32, 4, 1)
     rows, key = max_query_len * group, (gpu.arch, padded)
+    uneven = UNEVEN_CHUNK_TILES.get((*key, kv_dtype.itemsize)) if group & (group - 1) else None
     if rows <= least:
         tiles = DECODE_TILES[key]
     elif rows <= SMALL_CHUNK_ROWS:
         tiles = SMALL_CHUNK_TILES[key]
+    elif uneven is not None:
+        tiles = uneven
     elif kv_dtype.itemsize == 1 and key in FP8_CHUNK_TILES:
         tiles = FP8_CHUNK_TILES[key]
     elif 64 < dim < 128:

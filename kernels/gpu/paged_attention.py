@@ -151,6 +151,8 @@ def examples(device: torch.device) -> Iterator[Example]:
         _Case("decode 32x4096 32/8x128 fp8 KV", 32, 8, 128, ones, 4096, kv_dtype=fp8),
         _Case("prompt 8192 32/8x128", 32, 8, 128, (8192,), 8192),
         _Case("prompt 2048 8/4x256 limits", 8, 4, 256, (2048,), 2048, limits=True),
+        _Case("prompt 2048 28/4x128", 28, 4, 128, (2048,), 2048),
+        _Case("prompt 2048 28/4x128 fp8 KV", 28, 4, 128, (2048,), 2048, kv_dtype=fp8, common=False),
     ]
     for heads, kv_heads, dim in ((14, 2, 64), (32, 32, 80), (24, 8, 96), (16, 8, 128), (8, 4, 256)):
         for what, lens in (("decode 32x4096", ones), ("few", few), ("mixed 16+2048", mixed)):
