@@ -47,7 +47,10 @@ struct Sixteens {
         const int32_t* table = p.block_tables + item.sequence * p.table_stride;
         for (int64_t g = 0; g < groups; g++) {
             const int64_t token = begin + g * SIXTEEN, block = token / p.block_size, offset = token % p.block_size;
-            rows[g] = ((table[block] * p.kv_heads + item.head) * p.block_size + offset) * p.dim;
+            const int64_t at = (table[block] * p.kv_heads + item.head) * p.block_size + offset;
+            rows[g] = at * p.dim;
+            __builtin_prefetch(p.k_scales + at);
+            __builtin_prefetch(p.v_scales + at);
         }
     }
     // Those of the tokens; 0 where nothing is seen.
@@ -192,8 +195,6 @@ INLINE void store_dimensions(const int32_t* sums, int64_t head, float scale, flo
 // An item for HEADS of its group; the tiles are configured.
 template <int HEADS>
 void tile_heads(const Problem& p, const Item& item, int64_t first_head, const Sixteens& tokens, float* partial) {
-    RowScales scales;
-    tokens.find_scales(p, item, scales);
     alignas(64) int32_t sums[TALL_SPLIT * HEAD_COLUMNS];
     alignas(64) uint8_t queries[MOST_BYTES * HEAD_COLUMNS], weights[HEAD_COLUMNS][TALL_SPLIT];
     alignas(64) float scores[HEADS][TALL_SPLIT];
@@ -214,6 +215,8 @@ void tile_heads(const Problem& p, const Item& item, int64_t first_head, const Si
     }
     const int8_t *k = (const int8_t*)p.k, *v = (const int8_t*)p.v;
     tile_scores(k, v, tokens, queries, p.dim, sums);
+    RowScales scales;
+    tokens.find_scales(p, item, scales);
     for (int64_t j = 0; j < tokens.groups * SIXTEEN; j += SIXTEEN) {
         i32x16 exact[MOST_TILE_HEADS];
         sums_of_heads(sums + j * HEAD_COLUMNS, exact);

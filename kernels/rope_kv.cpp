@@ -51,16 +51,64 @@ template <typename Q, typename KV> INLINE void write_value(const Pool& pool, con
     copy(x, (KV*)pool.v + at * pool.dim, pool.dim);
 }
 
-// The same in int8: the rotated row over its own scale.
+#if defined(__AVX512BW__)
+
+// quantize_row of 16 VECS numbers.
+template <int VECS, typename T> INLINE void quantize_vectors(const T* x, int8_t* to, float* scale) {
+    f32x16 v[VECS];
+    __m512i tops = _mm512_setzero_si512();  // of magnitudes, which compare as integers do, a NaN above all
+    for (int i = 0; i < VECS; i++) {
+        v[i] = load(x + i * LANES);
+        tops = _mm512_max_epi32(tops, (__m512i)magnitude(v[i]));
+    }
+    const int32_t bits = _mm512_reduce_max_epi32(tops);
+    float highest;
+    memcpy(&highest, &bits, 4);
+    const float check = highest * 0.0f, inverse = highest > 0.0f && check == 0.0f ? 127.0f / highest : 0.0f;
+    *scale = highest / 127.0f + check;
+    const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    for (int i = 0; i < VECS; i += 4) {
+        const auto words = [&](int j) INLINE_LAMBDA {
+            return _mm512_packs_epi32((__m512i)round_to_int(v[j] * inverse), (__m512i)round_to_int(v[j + 1] * inverse));
+        };
+        const __m512i bytes = _mm512_packs_epi16(words(i), words(i + 2));
+        _mm512_storeu_si512(to + i * LANES, _mm512_permutexvar_epi32(in_order, bytes));
+    }
+}
+
+#endif
+
+// A row of the cache in int8: over its own scale.
+template <typename T> INLINE void write_codes(const T* x, int64_t dim, int8_t* to, float* scale) {
+#if defined(__AVX512BW__)
+    if (dim == 64) return quantize_vectors<4>(x, to, scale);
+    if (dim == 128) return quantize_vectors<8>(x, to, scale);
+#endif
+    quantize_row(x, dim, to, dim, scale);
+}
 template <typename Q> INLINE void write_key_codes(const Pool& pool, const Q* x, int64_t at, const float* angles,
-                                                  int64_t rot_dim, bool interleaved) {
-    static thread_local std::vector<float> wide;
-    if ((int64_t)wide.size() < pool.dim) wide.resize(pool.dim);
-    rotate(x, wide.data(), angles, pool.dim, rot_dim, interleaved);
-    quantize_row(wide.data(), pool.dim, (int8_t*)pool.k + at * pool.dim, pool.dim, pool.k_scales + at);
+                                                  int64_t rot_dim, bool interleaved, float* wide) {
+    rotate(x, wide, angles, pool.dim, rot_dim, interleaved);
+    write_codes(wide, pool.dim, (int8_t*)pool.k + at * pool.dim, pool.k_scales + at);
 }
 template <typename Q> INLINE void write_value_codes(const Pool& pool, const Q* x, int64_t at) {
-    quantize_row(x, pool.dim, (int8_t*)pool.v + at * pool.dim, pool.dim, pool.v_scales + at);
+    write_codes(x, pool.dim, (int8_t*)pool.v + at * pool.dim, pool.v_scales + at);
+}
+
+constexpr int64_t TOKENS_AHEAD = 4;  // whose places in the pool are asked for before their turn
+
+// The rows of a slot in the pool are on their way, to be written.
+template <typename KV> INLINE void ask_for(const Pool& pool, int64_t slot) {
+    if (slot < 0) return;
+    const int64_t first = slot / pool.block_size * pool.kv_heads * pool.block_size + slot % pool.block_size;
+    for (int64_t h = 0; h < pool.kv_heads; h++) {
+        const int64_t at = first + h * pool.block_size;
+        for (int64_t i = 0; i < pool.dim; i += 64 / (int64_t)sizeof(KV)) {
+            __builtin_prefetch((KV*)pool.k + at * pool.dim + i, 1);
+            __builtin_prefetch((KV*)pool.v + at * pool.dim + i, 1);
+        }
+        if (pool.k_scales) __builtin_prefetch(pool.k_scales + at, 1), __builtin_prefetch(pool.v_scales + at, 1);
+    }
 }
 
 }  // namespace
@@ -81,25 +129,30 @@ EXPORT void tf_rope_kv(const RopeArguments* arguments) {
     const int64_t dim = a.pool.dim, kv_heads = a.pool.kv_heads;
     with_dtype(a.dtype, [&]<typename Q>(Q*) {
         with_kv_dtype(a.pool.dtype, [&]<typename KV>(KV*) {
-#pragma omp parallel for if (a.tokens * (a.q_heads + kv_heads) * dim > SERIAL_ELEMENTS) schedule(static)
-            for (int64_t t = 0; t < a.tokens; t++) {
-                const float* angles = a.cos_sin + a.batch.positions[t] * a.rot_dim;
-                const Q* from = (const Q*)a.q + t * a.q_stride;
-                Q* to = (Q*)a.q_out + t * a.q_heads * dim;
-                for (int64_t h = 0; h < a.q_heads; h++)
-                    rotate(from + h * dim, to + h * dim, angles, dim, a.rot_dim, a.interleaved);
-                const int64_t slot = a.batch.slots[t];
-                if (slot < 0) continue;
-                const int64_t block = slot / a.pool.block_size, offset = slot % a.pool.block_size;
-                for (int64_t h = 0; h < kv_heads; h++) {
-                    const int64_t at = (block * kv_heads + h) * a.pool.block_size + offset;
-                    const Q *key = (const Q*)a.k + t * a.k_stride + h * dim, *value = (const Q*)a.v + t * a.v_stride + h * dim;
-                    if constexpr (std::is_same_v<KV, i8>) {
-                        write_key_codes(a.pool, key, at, angles, a.rot_dim, a.interleaved);
-                        write_value_codes(a.pool, value, at);
-                    } else {
-                        write_key<Q, KV>(a.pool, key, at, angles, a.rot_dim, a.interleaved);
-                        write_value<Q, KV>(a.pool, value, at);
+#pragma omp parallel if (a.tokens * (a.q_heads + kv_heads) * dim > SERIAL_ELEMENTS)
+            {
+                std::vector<float> wide(std::is_same_v<KV, i8> ? dim : 0);  // a key that is rotated
+#pragma omp for schedule(static)
+                for (int64_t t = 0; t < a.tokens; t++) {
+                    if (t + TOKENS_AHEAD < a.tokens) ask_for<KV>(a.pool, a.batch.slots[t + TOKENS_AHEAD]);
+                    const float* angles = a.cos_sin + a.batch.positions[t] * a.rot_dim;
+                    const Q* from = (const Q*)a.q + t * a.q_stride;
+                    Q* to = (Q*)a.q_out + t * a.q_heads * dim;
+                    for (int64_t h = 0; h < a.q_heads; h++)
+                        rotate(from + h * dim, to + h * dim, angles, dim, a.rot_dim, a.interleaved);
+                    const int64_t slot = a.batch.slots[t];
+                    if (slot < 0) continue;
+                    const int64_t block = slot / a.pool.block_size, offset = slot % a.pool.block_size;
+                    for (int64_t h = 0; h < kv_heads; h++) {
+                        const int64_t at = (block * kv_heads + h) * a.pool.block_size + offset;
+                        const Q *key = (const Q*)a.k + t * a.k_stride + h * dim, *value = (const Q*)a.v + t * a.v_stride + h * dim;
+                        if constexpr (std::is_same_v<KV, i8>) {
+                            write_key_codes(a.pool, key, at, angles, a.rot_dim, a.interleaved, wide.data());
+                            write_value_codes(a.pool, value, at);
+                        } else {
+                            write_key<Q, KV>(a.pool, key, at, angles, a.rot_dim, a.interleaved);
+                            write_value<Q, KV>(a.pool, value, at);
+                        }
                     }
                 }
             }
