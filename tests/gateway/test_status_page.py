@@ -6,6 +6,7 @@ import base64
 import hashlib
 import re
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from html.parser import HTMLParser
 from typing import Any
 
@@ -226,20 +227,22 @@ async def test_the_data_names_the_fleet_and_the_jobs_but_none_of_their_words(
         worker_id="shower",
         lease_s=30.0,
     )
-    await queue.heartbeat({"host": HOSTILE, "slots": 3}, ttl_s=3600.0)
-    while True:
-        found = (await viewer.get("/status/data")).json()
-        lines = {line["worker"]: line for line in (found["status"] or {"workers": []})["workers"]}
-        if {"shower"} <= lines.keys() and found["samples"]:
-            break
-    assert lines["shower"]["slots"] == 3
-    assert any(line["model"] == tools.MODEL and line["slots"] == 16 for line in lines.values())
-    assert found["trouble"] is None
-    page = Parsed((await viewer.get("/status")).text)
-    assert "shower" in page.texts
-    assert page.count("img") == 0
-    await queue.leave()
-    await queue.aclose()
+    async with aclosing(queue):
+        await queue.heartbeat({"host": HOSTILE, "slots": 3}, ttl_s=3600.0)
+        while True:
+            found = (await viewer.get("/status/data")).json()
+            lines = {
+                line["worker"]: line for line in (found["status"] or {"workers": []})["workers"]
+            }
+            if {"shower"} <= lines.keys() and found["samples"]:
+                break
+        assert lines["shower"]["slots"] == 3
+        assert any(line["model"] == tools.MODEL and line["slots"] == 16 for line in lines.values())
+        assert found["trouble"] is None
+        page = Parsed((await viewer.get("/status")).text)
+        assert "shower" in page.texts
+        assert page.count("img") == 0
+        await queue.leave()
 
 
 async def test_there_is_no_page_where_the_settings_say_so() -> None:

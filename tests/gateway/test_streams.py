@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -73,10 +74,12 @@ async def hand(gateway_server: EmbeddedServer, gateway: Any, tools: Any) -> Asyn
         worker_id=name,
         lease_s=30.0,
     )
-    await queue.ensure()
-    async with AsyncClient(gateway_server.url, namespace=tools.NAMESPACE) as client:
+    async with (
+        aclosing(queue),
+        AsyncClient(gateway_server.url, namespace=tools.NAMESPACE) as client,
+    ):
+        await queue.ensure()
         yield Hand(queue, client)
-    await queue.aclose()
 
 
 def asked(hand: Hand, **fields: Any) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,25 @@ async def cluster(masters: list[EmbeddedServer]) -> AsyncIterator[aio.RedisClust
     await client.aclose()
 
 
-async def test_the_life_of_many_jobs_over_all_partitions(cluster):
+@pytest.fixture
+async def queue_of(cluster: aio.RedisCluster) -> AsyncIterator[Callable[..., JobQueue]]:
+    """queue_of(namespace, worker_id): closed with the test, however that ends."""
+    async with AsyncExitStack() as stack:
+
+        def make(namespace: str, worker_id: str = "w1") -> JobQueue:
+            queue = JobQueue(
+                cluster, namespace=namespace, model_name="m", worker_id=worker_id, lease_s=30.0
+            )
+            stack.push_async_callback(queue.aclose)
+            return queue
+
+        yield make
+
+
+async def test_the_life_of_many_jobs_over_all_partitions(cluster, queue_of):
     async with AsyncClient(cluster, namespace="life") as client:
-        queue = JobQueue(cluster, namespace="life", model_name="m", worker_id="w1", lease_s=30.0)
-        other = JobQueue(cluster, namespace="life", model_name="m", worker_id="w2", lease_s=30.0)
+        queue = queue_of("life")
+        other = queue_of("life", "w2")
         await queue.ensure()
         await queue.heartbeat({"slots": 64}, ttl_s=3600.0)
         jobs = await client.submit_many([{"model": "m", "prompt": "x"}] * 48)
@@ -86,8 +101,6 @@ async def test_the_life_of_many_jobs_over_all_partitions(cluster):
         assert client.link.reader.hub.num_lines <= 3
         assert sum((await queue.backlog()).values()) == 0
         await queue.leave()
-        for one in (queue, other):
-            await one.aclose()
 
 
 async def test_an_idempotency_key_finds_its_job_on_a_cluster(cluster):
@@ -99,9 +112,9 @@ async def test_an_idempotency_key_finds_its_job_on_a_cluster(cluster):
         assert all(job.deduplicated for job in again)
 
 
-async def test_a_worker_waits_on_all_partitions_of_a_cluster(cluster, rung):
+async def test_a_worker_waits_on_all_partitions_of_a_cluster(cluster, rung, queue_of):
     async with AsyncClient(cluster, namespace="bell") as client:
-        queue = JobQueue(cluster, namespace="bell", model_name="m", worker_id="w1", lease_s=30.0)
+        queue = queue_of("bell")
         await queue.ensure()
         for _ in range(3):
             assert await queue.claim(1) == []
@@ -109,12 +122,11 @@ async def test_a_worker_waits_on_all_partitions_of_a_cluster(cluster, rung):
             await client.submit(model="m", prompt="x")
             await waiting
             assert len(await queue.claim(1)) == 1
-        await queue.aclose()
 
 
-async def test_a_cancel_reaches_waiting_jobs_and_abandoned_ones_on_a_cluster(cluster):
+async def test_a_cancel_reaches_waiting_jobs_and_abandoned_ones_on_a_cluster(cluster, queue_of):
     async with AsyncClient(cluster, namespace="cancel") as client:
-        queue = JobQueue(cluster, namespace="cancel", model_name="m", worker_id="w1", lease_s=30.0)
+        queue = queue_of("cancel")
         await queue.ensure()
         job = await client.submit(model="m", prompt="x")
         assert await job.cancel() == "cancelled"
@@ -125,24 +137,22 @@ async def test_a_cancel_reaches_waiting_jobs_and_abandoned_ones_on_a_cluster(clu
         await anext(stream)
         await stream.aclose()
         assert (await job.status()).cancel_requested
-        await queue.aclose()
 
 
-async def test_a_renewal_repeats_a_cancel_that_was_not_heard_on_a_cluster(cluster):
+async def test_a_renewal_repeats_a_cancel_that_was_not_heard_on_a_cluster(cluster, queue_of):
     async with AsyncClient(cluster, namespace="again") as client:
-        queue = JobQueue(cluster, namespace="again", model_name="m", worker_id="w1", lease_s=30.0)
+        queue = queue_of("again")
         await queue.ensure()
         job = await client.submit(model="m", prompt="x")
         claimed = await _claim_all(queue, 1)
         assert await job.cancel() == "running"
-        hub, partition = Hub(queue.connection), partition_of(job.id)
+        partition = partition_of(job.id)
         channel = queue.connection.keys(partition).control("w1")
-        ear = await hub.subscribe(partition, channel)
-        assert await ear.get(60) is REREAD
-        await queue.renew(claimed)
-        assert await ear.get(60) == f"cancel {job.id} 1".encode()
-        await hub.aclose()
-        await queue.aclose()
+        async with aclosing(Hub(queue.connection)) as hub:
+            ear = await hub.subscribe(partition, channel)
+            assert await ear.get(60) is REREAD
+            await queue.renew(claimed)
+            assert await ear.get(60) == f"cancel {job.id} 1".encode()
 
 
 @pytest.fixture

@@ -135,6 +135,7 @@ class Fleet:
         self.connection = Connection(server.url, namespace=self.namespace)
         self.engines: list[ScriptedEngine] = []
         self.services: list[WorkerService] = []
+        self.queues: list[JobQueue] = []
         self.runs: list[asyncio.Task[int]] = []
         self._submission = Submission(self.connection)
         self._model = model
@@ -168,10 +169,12 @@ class Fleet:
         return service
 
     def queue(self, worker_id: str) -> JobQueue:
-        """The queue as another worker sees it."""
-        return JobQueue(
+        """The queue as another worker sees it; closed with the fleet."""
+        queue = JobQueue(
             self.server.url, namespace=self.namespace, model_name=MODEL, worker_id=worker_id
         )
+        self.queues.append(queue)
+        return queue
 
     def _engine(self, slots: int) -> ScriptedEngine:
         self.engines.append(self.engine_kind(slots, self.engine_may_start))
@@ -234,12 +237,13 @@ class Fleet:
         reaper = self.queue("reaper")
         await reaper.ensure()
         await reaper.reclaim()
-        await reaper.aclose()
 
     async def close(self) -> None:
         for run in self.runs:
             run.cancel()
         await asyncio.gather(*self.runs, return_exceptions=True)
+        for queue in self.queues:
+            await queue.aclose()
         await self.connection.aclose()
 
     async def is_(self, job_id: str, state: str) -> bool:

@@ -132,7 +132,6 @@ async def test_a_job_whose_log_is_complete_ends_without_the_engine(fleet, until)
     events = (Event(offset=0, attempt=1, token_ids=(97,), text="a", finish_reason="stop"),)
     await other.emit([(job, 1, flat(events))])
     await other.release([claimed], "it dies between its last token and the end")
-    await other.aclose()
     fleet.worker()
     await until(lambda: fleet.is_(job, "finished"))
     assert fleet.engine.requests == {}

@@ -321,7 +321,6 @@ async def test_a_job_claimed_again_by_its_own_worker_never_meets_its_old_self(fl
     await until(lambda: fleet.is_(job, "finished"))
     assert await fleet.text(job) == "new"
     await until(lambda: len(worker.roster) == 0)
-    await other.aclose()
 
 
 async def test_no_step_runs_with_an_empty_slot_while_jobs_wait(fleet, until, monkeypatch) -> None:
