@@ -49,6 +49,7 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("rope, KV write", decoder_module, "rope_and_write_kv"),
     ("MLP", mlp_module.DenseMlp, "__call__"),
     ("norms", decoder_module, "add_rms_norm"),
+    ("norms", decoder_module, "add_rms_norm_int8"),
     ("norms", decoder_module, "rms_norm"),
     ("sampling", Sampler, "__call__"),
     ("scheduling", Scheduler, "schedule"),

@@ -93,7 +93,7 @@ def test_slot_minus_one_writes_nothing():
 
 @pytest.mark.parametrize("rows", [1, 63, 123])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("dim", "rot_dim"), [(64, 64), (32, 8), (20, 20), (80, 20)])
+@pytest.mark.parametrize(("dim", "rot_dim"), [(64, 64), (128, 96), (32, 8), (20, 20), (80, 20)])
 def test_in_int8_each_row_is_rounded_over_its_own_scale(
     oracle, empty_pool, rows, dtype, dim, rot_dim
 ):
