@@ -102,6 +102,7 @@ def _metavar(annotation: Any) -> str:
 def _print_key(key: str, entry: str) -> int:
     """The key goes to whoever may use it, the entry into the file; neither is kept here."""
     sys.stdout.write(f"{key}\n\n{entry}")
+    sys.stderr.write("above: the key, for whoever may use it, and its entry for the keys file\n")
     return 0
 
 

@@ -65,6 +65,7 @@ Namespace = Annotated[
     str, typer.Option(envvar="TOKENFLEET_NAMESPACE", help="The fleet's prefix of all keys.")
 ]
 DEFAULT_URL = "redis://localhost:6379/0"
+_LOCAL = DEFAULT_URL.removesuffix("/0")
 DEFAULT_NAMESPACE = "tokenfleet"
 
 
@@ -172,7 +173,12 @@ async def with_connection(
 
 def fail(error: Exception, output: Output) -> NoReturn:
     """Say what went wrong and exit with the code of its kind."""
+    from tokenfleet.producer.errors import BrokerUnavailable
+
     say_error(type(error).__name__, str(error), output)
+    nowhere = isinstance(error, BrokerUnavailable) and f"{_LOCAL} was not reached" in str(error)
+    if nowhere and output is Output.TEXT:
+        note("where there is none, `tokenfleet worker --embedded` brings one along")
     raise typer.Exit(code_of(error)) from None
 
 

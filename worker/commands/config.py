@@ -16,6 +16,7 @@ import typer
 
 from tokenfleet.worker.commands import base
 from tokenfleet.worker.commands.base import Output, OutputOption
+from tokenfleet.worker.commands.worker import HIDDEN
 
 if TYPE_CHECKING:
     from tokenfleet.worker.settings import WorkerSettings
@@ -47,6 +48,7 @@ def config_show(
     rows = [
         row
         for name in type(settings).model_fields
+        if name not in HIDDEN or name in given
         if (row := _row(name, settings, given))["from"] != "default" or not changed
     ]
     base.print_rows(COLUMNS, rows, output, empty="every setting is at its default", show=_show)
@@ -61,8 +63,10 @@ def _origins(config: Path | None) -> Mapping[str, str]:
     if config is not None:
         try:
             found = dict.fromkeys(tomllib.loads(config.read_text(encoding="utf-8")), str(config))
-        except (OSError, ValueError) as error:
-            raise SettingsError(f"{config} cannot be read: {error}") from error
+        except OSError as error:
+            raise SettingsError(f"{config} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise SettingsError(f"{config} is not valid TOML: {error}") from error
     for name, value in os.environ.items():
         if name.startswith(ENV_PREFIX) and value:
             found[name.removeprefix(ENV_PREFIX).lower()] = name

@@ -10,6 +10,7 @@ import typer
 
 from tokenfleet.worker.commands import base
 from tokenfleet.worker.commands.base import Broker, Output, OutputOption
+from tokenfleet.worker.commands.rules import said_if_unknown
 
 if TYPE_CHECKING:
     from tokenfleet.producer.connection import Connection
@@ -32,13 +33,16 @@ def queue_list(
 
 
 def queue_depth(
-    model: Annotated[str | None, typer.Option(help="Only this model's.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Only this model's; delayed jobs are counted of all.")
+    ] = None,
     broker: Broker = base.BROKER,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Print how many jobs wait, run and are delayed: the figures to scale by."""
 
     async def work(admin: Admin) -> int:
+        await said_if_unknown(admin, model)
         depths = [d for d in await admin.queues() if model in (None, d.model)]
         counts = {
             "waiting": sum(depth.waiting for depth in depths),

@@ -14,6 +14,7 @@ from tokenfleet.worker.commands.jobs import Priority
 
 if TYPE_CHECKING:
     from tokenfleet.producer.connection import Connection
+    from tokenfleet.producer.fleet import FleetReader
     from tokenfleet.worker.rules import Rules
 
 Model = Annotated[str, typer.Argument(help="What workers serve it as.", show_default=False)]
@@ -103,6 +104,13 @@ def _classes(priorities: list[Priority] | None) -> list[str]:
     return [priority.value for priority in priorities or Priority]
 
 
+async def said_if_unknown(fleet: FleetReader, model: str | None) -> None:
+    """A note that a model is perhaps misspelled: nobody serves it and no queue is called so."""
+    if model is not None and not await fleet.knows(model):
+        known = ", ".join(sorted(await fleet.models())) or "none"
+        base.note(f"no worker serves {model!r} and no queue is called so; known: {known}")
+
+
 async def _with_rules(
     work: Callable[[Rules], Awaitable[int]],
     broker: Broker,
@@ -116,9 +124,7 @@ async def _with_rules(
         from tokenfleet.worker.rules import Rules
 
         fleet = FleetReader(connection)
-        if about is not None and not await fleet.knows(about):
-            known = ", ".join(sorted(await fleet.models())) or "none"
-            base.note(f"no worker serves {about!r} and no queue is called so; known: {known}")
+        await said_if_unknown(fleet, about)
         return await work(Rules(connection, await fleet.partitions()))
 
     return await base.with_connection(with_connection, broker)
