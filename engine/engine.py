@@ -182,7 +182,7 @@ class Engine:
         except InvalidRequest as refusal:
             return Output([], [Choice(finish_reason="error", error=str(refusal))]), None
         choices = [Choice() for _ in range(request.params.n)]
-        return Output(list(request.prompt_token_ids), choices), request.id
+        return Output([int(token) for token in request.prompt_token_ids], choices), request.id
 
     def _add(self, request: EngineRequest) -> None:
         if any(event.id == request.id for event in self._ready):

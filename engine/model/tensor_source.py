@@ -6,7 +6,7 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -54,18 +54,30 @@ class TensorSource(Protocol):
 class GivenTensors:
     """Tensors that a caller hands over, under the names of a checkpoint.
 
-    Raises CheckpointError for a name that comes twice.
+    Raises CheckpointError for a name that comes twice, and for what is no name with a tensor.
     """
 
     path = Path("the given tensors")
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
         self._left: dict[str, Tensor] = {}
-        for name, tensor in named:
+        for name, tensor in self._pairs(named):
             if name in self._left:
                 raise CheckpointError(f"{self.path}: tensor {name} is given twice")
             self._left[name] = tensor
         self._all = dict(self._left)
+
+    def _pairs(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """What was given, if it is names and tensors."""
+        for pair in named if isinstance(named, Iterable) else [named]:
+            match pair:
+                case (str() as name, Tensor() as tensor):
+                    yield name, tensor
+                case _:
+                    raise CheckpointError(
+                        f"{self.path}: weights are a directory or pairs of name and tensor (of a"
+                        f" dictionary, its items()), got {pair!r:.50}"
+                    )
 
     def __contains__(self, name: str) -> bool:
         return name in self._all

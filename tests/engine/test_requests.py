@@ -1,6 +1,7 @@
 """The life of requests: ids, stops, resumption, branches, and what one bad one may cost."""
 
 import copy
+import json
 import math
 import pickle
 
@@ -258,7 +259,9 @@ def test_parameters_can_be_copied_and_sent(engine):
     params = SamplingParams(logit_bias={3: 1.0}, stop="x", stop_token_ids=[1])
     assert pickle.loads(pickle.dumps(params)) == params == copy.deepcopy(params)  # noqa: S301
     assert params.stop == ("x",)
-    assert engine.generate([np.array([1, 2, 3])], GREEDY)[0].finish_reason == "length"
+    output = engine.generate([np.array([1, 2, 3])], GREEDY)[0]
+    assert output.finish_reason == "length"
+    assert json.dumps(output.prompt_token_ids) == "[1, 2, 3]"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -126,6 +127,14 @@ def test_weights_that_are_not_all_there_change_nothing(change, named, old, new):
     twice = [*load_file(new / "model.safetensors").items()] * 2
     with pytest.raises(CheckpointError, match="given twice"):
         running.update_weights(twice)
+
+
+@pytest.mark.parametrize(
+    "given", [5, None, [1, 2], [("a", 1)], [("a", np.ones(2))], {"a": torch.ones(2)}, [(1, 2, 3)]]
+)
+def test_what_is_no_pair_of_name_and_tensor_is_refused(given, old):
+    with pytest.raises(CheckpointError, match="pairs of name and tensor"):
+        engine(old).update_weights(given)
 
 
 def test_an_update_that_breaks_off_stops_the_engine_until_one_succeeds(old, new, tmp_path):
