@@ -221,13 +221,10 @@ def measure(
 
     A bench that fails ends the command.
     """
-    from tokenfleet.producer.errors import TokenfleetError
     from tokenfleet.worker.bench.runs import BenchFailed
 
     try:
         found = bench()
-    except TokenfleetError as error:  # a server that is none
-        fail(error, output)
     except BenchFailed as error:
         say_error("BenchFailed", str(error), output)
         raise typer.Exit(SOME_FAILED) from None

@@ -261,16 +261,30 @@ def asks_for_json(words: list[str]) -> bool:
 def main() -> None:
     """Entry point of the `tokenfleet` command."""
     words = typed()
-    app = build(words)
-    if not asks_for_json(words):
-        app(prog_name="tokenfleet")
-        return
+    output = Output.JSON if asks_for_json(words) else Output.TEXT
     try:
-        code = app(prog_name="tokenfleet", standalone_mode=False)
+        sys.exit(_run(words, output))
+    except Exception as error:
+        from tokenfleet.producer.errors import TokenfleetError
+
+        if not isinstance(error, TokenfleetError):
+            raise
+        base.say_error(type(error).__name__, str(error), output)
+        sys.exit(base.code_of(error))
+
+
+def _run(words: list[str], output: Output) -> int | None:
+    """The exit code. What the library says of words that it cannot use is told as was asked for."""
+    app = build(words)
+    if output is Output.TEXT:
+        app(prog_name="tokenfleet")
+        return None
+    try:
+        code: int | None = app(prog_name="tokenfleet", standalone_mode=False)
     except UsageError as error:
         base.say_error(type(error).__name__, error.format_message(), Output.JSON)
-        code = error.exit_code
-    sys.exit(code)
+        return error.exit_code
+    return code
 
 
 if __name__ == "__main__":

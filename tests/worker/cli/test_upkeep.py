@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +148,15 @@ def test_a_server_that_cannot_be_used_is_exit_code_3(valkey: Any, run: Any, word
     done = run(*words, "--redis-url", f"{place}/99")
     assert (done.returncode, done.stdout) == (3, "")
     assert "DB index is out of range" in done.stderr
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_typed_error_that_a_command_did_not_foresee_is_a_sentence_and_a_code(
+    run: Any, form: str
+) -> None:
+    no_server = shutil.which("false")
+    assert no_server is not None
+    done = run("bench", "queue", "--server", no_server, "-o", form)
+    assert done.returncode == 3
+    assert "the embedded server ended at once" in done.stderr
+    assert "Traceback" not in done.stderr
