@@ -28,8 +28,8 @@ from tokenfleet.kernels.gpu.launch import FUSED, INTERPRETED, TARGETS, Launch
 from tokenfleet.kernels.gpu.registry import OPERATIONS, launches
 
 SHARED_LIMIT = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
-"""Bytes of shared memory that one block may use. What is made for 8.0 also runs on cards of 8.6, 8.9
-and 12, which have less than the 163 KiB of an A100."""
+"""Bytes of shared memory that one block may use. What is made for 8.0 also runs on cards of 8.6,
+8.9 and 12, which have less than the 163 KiB of an A100."""
 SHARED_OF_ALL = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
 """Bytes of shared memory of a multiprocessor, of which each block takes another 1024."""
 BRIEF_ARCH = 90
