@@ -77,12 +77,14 @@ class Preparer:
         job.ready()
 
     def warm(self, then: Callable[[], None]) -> None:
-        """Load what the first chat would wait for, and call `then`, both in the background."""
+        """Load what the first job would wait for, and call `then`, both in the background."""
         with suppress(RuntimeError):  # closed meanwhile
             self._threads.submit(self._warm, then)
 
     def _warm(self, then: Callable[[], None]) -> None:
         with suppress(Exception):  # the job that needs it will say what is wrong
+            self.codec.stream(SamplingParams()).push(self.codec.encode("hello"), ended=True)
+        with suppress(Exception):  # the same; or the model has no chat template
             self.codec.encode_chat([{"role": "user", "content": "hello"}])
         then()
 

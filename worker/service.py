@@ -136,10 +136,7 @@ class WorkerService:
             log.warning("broker_setting", problem=warning)
         self._figures.mark("broker_s")
         self._preparer.codec = codec
-        if codec.chat_template is not None:
-            self._preparer.warm(self._loaded)
-        else:
-            self._loaded()
+        self._preparer.warm(self._loaded)
         return EXIT_OK
 
     def drain(self) -> None:

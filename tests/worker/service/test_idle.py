@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import structlog
 
+from tokenfleet.engine import text
+from tokenfleet.engine.sampling_params import SamplingParams
 from tokenfleet.worker import doorbell
 from tokenfleet.worker.doorbell import Doorbell
 from tokenfleet.worker.prepare import Preparer
@@ -39,6 +42,27 @@ async def test_a_bell_runs_out_well_before_its_socket_does(fleet) -> None:
     """A call that outlives its socket's timeout is an outage to the worker, every time."""
     pool = fleet.worker()._connection.client.connection_pool
     assert 0 < 2 * doorbell.BLOCK_MS / 1000 < pool.connection_kwargs["socket_timeout"]
+
+
+def test_the_first_job_does_not_wait_for_tables_of_the_tokenizer(byte_model, monkeypatch) -> None:
+    """They take a tenth of a second to build for a large vocabulary; also without a template."""
+    built: list[str] = []
+    make = text.PieceTable
+
+    def watched(tokenizer: Any, special: frozenset[int]) -> text.PieceTable:
+        built.append(threading.current_thread().name)
+        return make(tokenizer, special)
+
+    monkeypatch.setattr(text, "PieceTable", watched)
+    told, preparer = threading.Event(), Preparer()
+    preparer.codec = codec = text.TextCodec.load(byte_model)
+    codec.chat_template = None
+    preparer.warm(told.set)
+    assert told.wait(60)
+    assert [name.startswith("tokenize") for name in built] == [True]
+    codec.stream(SamplingParams())
+    assert len(built) == 1
+    preparer.close()
 
 
 def test_that_all_is_loaded_is_said_also_where_the_chat_template_is_broken() -> None:
