@@ -13,12 +13,16 @@ from collections.abc import Callable
 import structlog
 
 from tokenfleet.producer.connection import Connection
+from tokenfleet.producer.errors import BrokerUnsupported
 from tokenfleet.producer.hub import Hub, Subscription
 from tokenfleet.worker.broker import BROKER_ERRORS, Broker
 from tokenfleet.worker.dispatch import Dispatcher
 from tokenfleet.worker.roster import Roster
 
 SILENCE_S = 3600.0
+
+REFUSED_S = 30.0
+"""A worker that may not listen serves all the same, and asks again this much later."""
 
 log = structlog.get_logger()
 
@@ -72,6 +76,8 @@ class Control:
                 return await hub.subscribe(partition, channel)
             except BROKER_ERRORS as error:
                 self._broker.away("control channel", error)
+                if isinstance(error, BrokerUnsupported):
+                    await asyncio.sleep(REFUSED_S)
             await self._broker.pause()
 
     def heard(self, data: bytes) -> None:

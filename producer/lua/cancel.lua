@@ -20,6 +20,6 @@ if job.state == 'waiting' then
 end
 if job.state == 'running' then
   redis.call('HSET', KEYS[1], 'cancel', 1)
-  redis.call(ANNOUNCE, P .. ':ctl:' .. job.owner, 'cancel ' .. id .. ' ' .. job.attempt)
+  announce(P .. ':ctl:' .. job.owner, 'cancel ' .. id .. ' ' .. job.attempt)
 end
 return job.state

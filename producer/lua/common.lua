@@ -34,13 +34,20 @@ local function fields(key, ...)
   return found
 end
 
+-- Tells those who listen to a channel; returns how many there are. Of a user that may reach no channel
+-- (Redis 7 makes new ones so) nobody is told, and all is written the same: the log is the truth.
+local function announce(channel, message)
+  local heard = redis.pcall(ANNOUNCE, channel, message)
+  return type(heard) == 'number' and heard or 1
+end
+
 -- Appends one entry to the event log and announces it as `<entry before> <entry> <payload>`: a
 -- subscriber that does not stand at `entry before` knows that it missed something.
 -- Returns the entry's id and how many subscribers heard it.
 local function append(id, last, wish, payload)
   local log = log_key(id)
   local entry = redis.call('XADD', log, wish, 'd', payload)
-  return entry, redis.call(ANNOUNCE, log, (last or '0-0') .. ' ' .. entry .. ' ' .. payload)
+  return entry, announce(log, (last or '0-0') .. ' ' .. entry .. ' ' .. payload)
 end
 
 -- True when this very text without a token is in the log already: an earlier try wrote it.

@@ -126,17 +126,34 @@ async def test_a_missing_right_is_told_with_the_way_out(any_server, site_at):
         await site.submit("x", 1)
 
 
+async def deaf(server, role: str, rights: list[str]) -> str:
+    """The URL of a user who may reach no channel, as a new user of Redis 7 where nobody says so."""
+    rights = [rule for rule in rights if not rule.startswith("&")]
+    async with aio.Redis.from_url(server.url) as admin:
+        await admin.execute_command("ACL", "SETUSER", role, "reset", "on", ">pw", *rights)
+    return server.url.replace("//", f"//{role}:pw@")
+
+
 async def test_a_missing_right_to_listen_is_told_at_once_with_the_way_out(any_server, site_at):
-    """A new user of Redis 7 may listen to no channel where nobody has said so."""
-    rights = [rule for rule in producer_rules("acl3") if not rule.startswith("&")]
-    async with aio.Redis.from_url(any_server.url) as admin:
-        await admin.execute_command("ACL", "SETUSER", "deaf", "reset", "on", ">pw", *rights)
-    site = site_at(any_server.url.replace("//", "//deaf:pw@"), namespace="acl3")
-    job = await site.submit("x", 1)
+    url = await deaf(any_server, "deaf", producer_rules("acl3"))
+    job = await site_at(url, namespace="acl3").submit("x", 1)
     with pytest.raises(BrokerUnsupported, match="tokenfleet acl"):
         await anext(job.stream())
     with pytest.raises(BrokerUnsupported, match="tokenfleet acl"):
         await job.result()
+
+
+async def test_whom_nobody_can_hear_writes_all_the_same(any_server, site_at, answer):
+    """Events are in the log and ends are ends: nothing is half written."""
+    worker_url = await deaf(any_server, "mute", worker_rules("acl4"))
+    site = site_at(any_server.url, worker_url=worker_url, namespace="acl4")
+    waiting = await site.submit("waits ", 5)
+    mute = site_at(await deaf(any_server, "mute-client", producer_rules("acl4")), namespace="acl4")
+    assert await mute.client.job(waiting.id).cancel() == "cancelled"
+    assert [event.final for event in [event async for event in waiting.stream()]] == [True]
+    site.worker()
+    events = await site.follow(await site.submit("job ", 40))
+    assert "".join(event.text for event in events) == answer("job ", 40)
 
 
 @pytest.mark.parametrize(

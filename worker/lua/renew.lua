@@ -41,7 +41,7 @@ for k, key in ipairs(KEYS) do
       job.cancel = '1'
     end
     if job.cancel then
-      redis.call(ANNOUNCE, P .. ':ctl:' .. worker, 'cancel ' .. id .. ' ' .. attempt)
+      announce(P .. ':ctl:' .. worker, 'cancel ' .. id .. ' ' .. attempt)
     end
     codes[k] = (job.cancel and 4 or 0) + (past(job.deadline, now) and 8 or 0)
   end
