@@ -80,13 +80,15 @@ class Dispatcher:
         self.launcher.others_follow = more
         jobs = [self._own(one, asked_at) for one in claimed]
         refused = []
+        tokens = 0
         for job in jobs:
-            if is_short(job.claimed):
-                if error := self._prepare_here(job):
-                    refused.append((job, error))
-                self.launcher.at_once()
-            else:
+            if not is_short(job.claimed):
                 self._spawn(self._prepare(job))
+            elif error := self._prepare_here(job):
+                refused.append((job, error))
+            else:
+                tokens += len(job.request.prompt_token_ids)
+                self.launcher.at_once(tokens)
         self.launcher.ready()
         for job in jobs:  # whoever waits for a first token does not wait for this
             self._tell_of_claim(job)

@@ -66,10 +66,10 @@ class Launcher:
             self._due = asyncio.get_running_loop().call_later(HOLD_S, self.now)
         return True
 
-    def at_once(self) -> None:
-        """Launch what is ready if it fills a step and the engine has nothing to do: it begins while
-        more is made ready."""
-        if self.working_since is None and self._tokens_ready() >= self._step_tokens:
+    def at_once(self, tokens: int) -> None:
+        """Launch what is ready if so many prompt tokens of it fill a step and the engine has
+        nothing to do: it begins while more is made ready."""
+        if self.working_since is None and tokens >= self._step_tokens:
             self.now()
 
     def now(self) -> None:
