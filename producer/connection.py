@@ -22,6 +22,7 @@ from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     ClusterDownError,
+    ClusterError,
     ConnectionError,
     InvalidResponse,
     NoPermissionError,
@@ -66,13 +67,17 @@ _MINIMUM = {"redis": (7, 0), "valkey": (7, 2)}
 _PAUSES_S = (0.0, 0.05, 0.1, 0.2, 0.4)
 _PASSING = (
     *(ConnectionError, TimeoutError, ReadOnlyError, OSError),
-    *(ClusterDownError, RedisClusterException),
+    *(ClusterDownError, ClusterError, RedisClusterException),
 )
 _DENIED = ("The user executing the script can't", "ACL failure in script")
 """How Redis and Valkey say that an ACL forbids what a script does."""
 _UNUSABLE = ("DB index is out of range", "unknown command")
 """How a server says that it is not one that can be used: a sentinel URL that leads to none, say."""
-SERVER_WIDE = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY ", "CLUSTERDOWN")
+SERVER_WIDE = (
+    *("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY ", "CLUSTERDOWN", "TRYAGAIN"),
+    "Attempted to access a non local key",  # a script's, whose slot is on its way to another server
+    "Script attempted to access a non local key",
+)
 """Replies that say something about the server for now, and nothing about what was asked."""
 _ASKS_WHO = ("HELLO must be called with the client already", "Authentication required")
 """How a server answers who has said no name and no password."""

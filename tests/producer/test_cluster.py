@@ -182,6 +182,33 @@ async def test_no_call_waits_while_the_servers_of_a_cluster_are_looked_for_again
     answers.set()
 
 
+@pytest.fixture
+async def half_moved(masters, connection: Connection) -> AsyncIterator[list[str]]:
+    """Keys of a partition of which one has moved to another server already, as it seems."""
+    names = connection.keys(3)
+    found = [names.workers, names.dead]
+    slot = await connection.client.cluster_keyslot(names.prefix)
+    home = connection.client.get_node_from_key(names.prefix).port
+    here = aio.Redis(port=home)
+    there = aio.Redis(port=next(one.port for one in masters if one.port != home))
+    ids = [(await one.execute_command("CLUSTER MYID")).decode() for one in (here, there)]
+    await here.zadd(found[0], {"w": 1})
+    await there.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids[0])
+    await here.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids[1])
+    yield found
+    for one in (here, there):
+        await one.execute_command("CLUSTER SETSLOT", slot, "STABLE")
+        await one.aclose()
+
+
+async def test_a_slot_on_its_way_to_another_server_is_unavailable_for_now(cluster, half_moved):
+    """And not an error of redis-py that nobody knows of."""
+    moving = Connection(cluster, namespace="trouble", connect_timeout_s=0.1)
+    with pytest.raises(BrokerUnavailable):
+        await moving.execute("EXISTS", *half_moved)
+    await moving.aclose()
+
+
 async def test_a_slot_that_is_down_closes_no_connection_to_the_other_servers(
     connection, monkeypatch
 ):

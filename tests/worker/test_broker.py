@@ -60,6 +60,8 @@ def test_one_call_that_fails_for_ever_is_said_once_a_minute() -> None:
         (ResponseError("ERR something script: abc"), True),
         (ResponseError("MISCONF Redis is configured to save"), False),
         (ResponseError("NOREPLICAS Not enough good replicas"), False),
+        (ResponseError("Attempted to access a non local key in a cluster node script: x"), False),
+        (ResponseError("Script attempted to access a non local key in a cluster node"), False),
         (ConnectionError("refused"), False),
         (OSError("unreachable"), False),
     ],
