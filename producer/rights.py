@@ -23,6 +23,11 @@ EVERYBODY = ("select", "ping", "evalsha", "eval", "exists", "type")
 SUBSCRIBER = ("subscribe", "unsubscribe", "ssubscribe", "sunsubscribe")
 CLUSTER = ("cluster|slots", "cluster|shards", "cluster|myid", "command", "asking")
 OWN_PRODUCER = ("hmget",)
+LOOKING = (
+    *("scan", "time", "hmget", "hgetall", "smembers", "sismember", "zrange", "zcard"),
+    *("xinfo|groups", "xlen", "xpending", "xrange"),
+)
+"""What fleet.py asks for: the gateway's models and its status page."""
 PRODUCER_SCRIPTS = "tokenfleet.producer.lua"
 
 
@@ -53,5 +58,13 @@ def rules(namespace: str, commands: Iterable[str]) -> list[str]:
 
 def producer_rules(namespace: str) -> list[str]:
     """The rights of a client: submit, follow, cancel, ask for results."""
-    commands = {*EVERYBODY, *SUBSCRIBER, *CLUSTER, *OWN_PRODUCER, *called_by(PRODUCER_SCRIPTS)}
-    return rules(namespace, commands)
+    return rules(namespace, _producer_commands())
+
+
+def gateway_rules(namespace: str) -> list[str]:
+    """The rights of a gateway: a client's, and to look at the fleet."""
+    return rules(namespace, {*_producer_commands(), *LOOKING})
+
+
+def _producer_commands() -> set[str]:
+    return {*EVERYBODY, *SUBSCRIBER, *CLUSTER, *OWN_PRODUCER, *called_by(PRODUCER_SCRIPTS)}

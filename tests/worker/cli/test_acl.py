@@ -13,6 +13,9 @@ from redis.exceptions import NoPermissionError
 
 from tokenfleet.producer import AsyncClient, SamplingParams
 from tokenfleet.producer.embedded import EmbeddedServer
+from tokenfleet.producer.errors import BrokerUnsupported
+from tokenfleet.producer.fleet import FleetReader
+from tokenfleet.producer.rights import gateway_rules
 from tokenfleet.worker.demo.worker_process import WorkerProcess
 
 
@@ -54,6 +57,28 @@ async def test_a_worker_with_the_least_rights_serves_and_sees_its_queue(
             await stranger.flushall()
         await stranger.aclose()
         await admin.aclose()
+
+
+async def test_a_gateway_with_its_rights_submits_and_sees_all_of_the_fleet(valkey_lab: Any) -> None:
+    lab = valkey_lab
+    admin = Redis.from_url(lab.server.url)
+    rules = gateway_rules(lab.namespace)
+    await admin.execute_command("ACL", "SETUSER", "web", "on", ">secret", *rules)
+    queue = await lab.queue()
+    await queue.heartbeat({"slots": 2, "running": 1}, ttl_s=60.0)
+    url = lab.server.url.replace("redis://", "redis://web:secret@")
+    async with AsyncClient(url, namespace=lab.namespace) as client:
+        job = await client.submit(model="m", prompt="hi")
+        await queue.claim(1)
+        reader = FleetReader(client.link.connection)
+        status = await reader.status()
+        assert (status.running, status.slots, status.dead) == (1, 2, 0)
+        assert [one.job_id for one in await reader.running()] == [job.id]
+        assert await reader.models() == {"m": 1}
+        with pytest.raises(BrokerUnsupported, match="tokenfleet acl"):
+            await client.link.connection.execute("CONFIG", "GET", "save")
+    await admin.execute_command("ACL", "DELUSER", "web")
+    await admin.aclose()
 
 
 @pytest.fixture
