@@ -14,6 +14,8 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 QUANTIZATIONS = (None, "int8", "fp8", "fp8_block")
 KV_CACHE_DTYPES = ("auto", "model", "fp8", "int8")
+_MOST = 2**31 - 1
+"""Of anything that is counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,8 @@ class EngineConfig:
     model: str | Path
     """Directory with config.json, safetensors and tokenizer."""
     max_num_seqs: int = 64
-    """Slots: sequences that run at once. More raises throughput and the memory of a step."""
+    """Slots: sequences that run at once. More raises throughput and the memory of a step. At most
+    max_num_batched_tokens."""
     max_num_batched_tokens: int = 576
     """Token budget of one step. Larger: prompts are done sooner, running streams wait longer. A
     prompt that fits beside the running streams is not cut: 512 tokens do beside 64 of them."""
@@ -74,9 +77,16 @@ class EngineConfig:
         for name in ("max_chunk_tokens", "num_blocks", "max_model_len"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least"
+                f" max_num_seqs ({self.max_num_seqs}): every running sequence needs one token a"
+                " step; raise it, or lower max_num_seqs"
+            )
         _check_block_size(self.block_size)
         fraction: object = self.gpu_memory_fraction
-        if not isinstance(fraction, int | float) or not 0.0 < fraction <= 1.0:
+        number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+        if not number or not 0.0 < fraction <= 1.0:  # type: ignore[operator] # a number
             raise ConfigError(
                 f"gpu_memory_fraction must be above 0 and at most 1, got {fraction!r}"
             )
@@ -94,8 +104,8 @@ class EngineConfig:
 
 
 def _positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
+        raise ConfigError(f"{name} must be an integer from 1 to {_MOST}, got {value!r}")
 
 
 def _check_block_size(size: int | None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenfleet.engine.config import EngineConfig
-from tokenfleet.engine.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +27,7 @@ class Limits:
 
 
 def limits_of(config: EngineConfig, block_size: int) -> Limits:
-    """The limits that a config means.
-
-    Raises:
-        ConfigError: the token budget is smaller than the number of slots.
-    """
-    if config.max_num_batched_tokens < config.max_num_seqs:
-        raise ConfigError(
-            f"max_num_batched_tokens ({config.max_num_batched_tokens}) must be at least "
-            f"max_num_seqs ({config.max_num_seqs}): every running sequence needs one token a step"
-        )
+    """The limits that a config means."""
     return Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
