@@ -19,7 +19,9 @@ end
 local function guarded(foreign, kinds, call, ...)
   local ok, found = pcall(call, ...)
   if ok then return found end
-  if not is_foreign(found) then error(found) end
+  if not is_foreign(found) then -- a bare text would be told with its line before its code
+    error(type(found) == 'table' and found or { err = found })
+  end
   local list, count = kinds(), #foreign
   for i = 1, #list, 2 do
     local kind = redis.call('TYPE', list[i]).ok

@@ -40,6 +40,15 @@ async def test_a_server_that_takes_no_writes_for_a_moment_is_waited_for(bare_lab
     assert (await (await submitting).status()).state == "waiting"
 
 
+async def test_a_claim_from_a_server_that_was_demoted_is_told_as_such(bare_lab):
+    """What a script meets on its way keeps its code: by it the new master is looked for."""
+    queue = await bare_lab.queue()
+    await bare_lab.submit()
+    await bare_lab.raw.replicaof("127.0.0.1", "1")
+    with pytest.raises(BrokerUnavailable, match="read only replica"):
+        await queue.claim(1)
+
+
 @pytest.mark.parametrize(
     ("place", "said"),
     [("{host}/99", "DB index is out of range"), ("{sentinel}/mymaster", "SENTINEL")],
