@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tokenfleet.producer.errors import InvalidJob, JobExpired, StreamInterrupted
-from tokenfleet.producer.hub import MOST_WAITING
+from tokenfleet.producer.hub import MOST_WAITING, Subscription
 from tokenfleet.producer.keys import new_job_id
 from tokenfleet.producer.protocol import Choice, Event, JobResult
 from tokenfleet.producer.stream import JobReader
@@ -186,6 +186,11 @@ async def test_streams_joined_at_once_are_asked_for_in_one_command(own_lab):
     hub = own_lab.client().link.reader.hub
     first = await hub.subscribe(0, "first")
     before = await _subscribe_calls(own_lab)
+    at_once = Subscription(0, "at once")
+    adding = hub.home_of(0).add(at_once)
+    adding.send(None)  # until it waits to be confirmed
+    await hub.unsubscribe(at_once)
+    adding.close()
     joining = [asyncio.create_task(hub.subscribe(0, f"c{n}")) for n in range(9)]
     left = asyncio.create_task(hub.subscribe(0, "left"))
     await asyncio.sleep(0)
@@ -197,6 +202,7 @@ async def test_streams_joined_at_once_are_asked_for_in_one_command(own_lab):
     heard = [await own_lab.raw.publish(f"c{n}", str(n)) for n in range(9)]
     assert heard == [1] * 9
     assert await own_lab.raw.publish("left", "x") == 0
+    assert await own_lab.raw.publish("at once", "x") == 0
     for number, ear in enumerate(joined):
         while not isinstance(message := await ear.get(60.0), bytes):
             assert message is not None
