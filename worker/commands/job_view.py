@@ -25,6 +25,8 @@ def print_id(job: AsyncJob, output: Output) -> int:
         base.print_json({"job_id": job.id, "deduplicated": job.deduplicated})
     else:
         typer.echo(job.id)
+        if sys.stdout.isatty():
+            base.note(f"follow it with: tokenfleet stream {job.id}")
     return base.OK
 
 

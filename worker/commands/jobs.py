@@ -19,7 +19,7 @@ from tokenfleet.worker.commands.job_view import follow, print_id, print_result, 
 if TYPE_CHECKING:
     from tokenfleet.producer import AsyncClient
 
-JobId = Annotated[str, typer.Argument(help="What submit printed.", show_default=False)]
+JobId = Annotated[str, typer.Argument(help="The id that `submit` printed.", show_default=False)]
 Timeout = Annotated[
     float | None, typer.Option(min=0, help="Give up waiting after this long; the job goes on.")
 ]
@@ -145,7 +145,9 @@ def stream(
 
 def result(
     job_id: JobId,
-    timeout_s: Annotated[float, typer.Option(min=0, help="Wait at most this long.")] = 0.0,
+    timeout_s: Annotated[
+        float, typer.Option(min=0, help="Wait at most this long; 0: do not.")
+    ] = 0.0,
     broker: Broker = base.BROKER,
     output: OutputOption = Output.TEXT,
 ) -> None:
