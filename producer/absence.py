@@ -13,13 +13,17 @@ import asyncio
 from tokenfleet.producer.errors import JobExpired
 from tokenfleet.producer.states import State
 
+SILENCES = 2
+"""Of a job nothing is heard and nothing found for so many silences before it is gone. A worker that
+has nothing to publish hears of it when it renews: within 10 s with the usual lease."""
+
 
 class Absence:
     """How long one job may be gone."""
 
-    def __init__(self, job_id: str, patience_s: float) -> None:
+    def __init__(self, job_id: str, silence_s: float) -> None:
         self._job_id = job_id
-        self._patience_s = patience_s
+        self._patience_s = SILENCES * silence_s
         self._until: float | None = None
         """By the loop's clock; None while the job is there."""
         self.ran = False
