@@ -54,7 +54,7 @@ FP8_CHUNK_TILES = {
     (100, 128): Tiles(128, 64, 8, 3),
 }
 UNEVEN_CHUNK_TILES = {
-    # query heads a KV head that are no power of two: finding a row's head takes registers
+    # where a KV head has one query head, or 3, 5, 7: larger tiles do not fit into registers
     # (generation, head dimension rounded up, bytes of a key's value)
     (90, 128, 2): Tiles(128, 64, 8, 3),
     (90, 128, 1): Tiles(128, 64, 8, 2),
@@ -95,7 +95,8 @@ def pick_tiles(
     if dtype == torch.float32:  # not for speed: products of three tf32 parts
         return Tiles(least, 32, 4, 1)
     rows, key = max_query_len * group, (gpu.arch, padded)
-    uneven = UNEVEN_CHUNK_TILES.get((*key, kv_dtype.itemsize)) if group & (group - 1) else None
+    odd = group == 1 or group & (group - 1)
+    uneven = UNEVEN_CHUNK_TILES.get((*key, kv_dtype.itemsize)) if odd else None
     if rows <= least:
         tiles = DECODE_TILES[key]
     elif rows <= SMALL_CHUNK_ROWS:
