@@ -60,10 +60,11 @@ class LeaseKeeper:
         """Renew until cancelled: a few times per lease, and as soon as Redis is back from an
         outage. It may have forgotten jobs that have nothing to publish yet."""
         while True:
+            pause_s = self._lease_s / RENEWALS_PER_LEASE * random.uniform(0.8, 1.0)
+            rest_s = min(1.0, pause_s / 10)  # one outage may follow the other
+            await asyncio.sleep(rest_s)
             with suppress(TimeoutError):
-                async with asyncio.timeout(
-                    self._lease_s / RENEWALS_PER_LEASE * random.uniform(0.8, 1.0)
-                ):
+                async with asyncio.timeout(pause_s - rest_s):
                     await self._broker.back.wait()
             self._broker.back.clear()
             if self._healthy():
