@@ -6,7 +6,7 @@ nothing that waits can be put in order any more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Collection, Set
 from collections.abc import Sequence as Tokens
 
 import numpy as np
@@ -120,7 +120,10 @@ def longest(request: EngineRequest, max_len: int, pool_tokens: int) -> int:
     return min(prompt + wanted, max_len)
 
 
-def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+def _check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
+    plain = set(map(type, ids)) == {int}  # nearly all are: half the time of looking at each
+    if plain and min(ids) >= 0 and max(ids) < vocab_size:
+        return
     for token in ids:
         whole = isinstance(token, (int, np.integer)) and not isinstance(token, bool)
         if not whole or not 0 <= token < vocab_size:
