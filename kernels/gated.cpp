@@ -47,7 +47,9 @@ INLINE void few_rows(const Layer& layer, const Panel& panel, const float* row_sc
         if (rows > 16) pair_product<typename Gate::Op, true>(panel, now, next, out[0]);
         else pair_product<typename Gate::Op, false>(panel, now, next, out[0]);
         const Gate gate(layer, row_scales, act, to, pair);
-        for (int64_t row = 0; row < rows; row++) gate.finish(Rows<1>{}, out[row], row, pair);
+        int64_t row = 0;
+        for (; row + 4 <= rows; row += 4) gate.finish(Rows<4>{}, out[row], row, pair);
+        for (; row < rows; row++) gate.finish(Rows<1>{}, out[row], row, pair);
     }
     _tile_release();
 }
