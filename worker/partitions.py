@@ -31,7 +31,7 @@ Waiting = Mapping[int, Mapping[str, int]]
 Result = TypeVar("Result")
 
 LOOK_S = 1.0
-"""A look takes nothing: what is given up here is asked again in a later one."""
+"""What is given up here has done no harm, and is asked again in a later look."""
 
 REST_S = 5.0
 """So long claims do not wait for a part of a cluster that says nothing."""
