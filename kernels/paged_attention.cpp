@@ -89,6 +89,7 @@ EXPORT void tf_paged_attention(const AttentionArguments* arguments) {
     const int64_t items = plan.items.size(), merges = plan.decodes.size() * q_heads;
 #pragma omp parallel if (plan.work > SERIAL_ELEMENTS)
     {
+        const TinyIsZero tiny(on_tiles || decodes_on_tiles(p));
         bool configured = false;
         if (packings > 0) {
 #pragma omp for schedule(static)

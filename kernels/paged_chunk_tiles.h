@@ -13,14 +13,6 @@ namespace tf {
 
 #if defined(TF_AMX)
 
-// While it lives, this thread computes 0 for what is below 2^-126, which is slow to compute with.
-struct TinyIsZero {
-    const unsigned before = _mm_getcsr();
-
-    TinyIsZero() { _mm_setcsr(before | _MM_FLUSH_ZERO_ON); }
-    ~TinyIsZero() { _mm_setcsr(before); }
-};
-
 struct TileScratch {
     int64_t sets, blocks, quads;  // lane sets; tiles of the depth of a head, and quads of its sums
     float *acc, *top, *total;     // [sets][quads][64 dimensions][16], [sets][16]; top in base 2
@@ -45,7 +37,7 @@ struct TileScratch {
     }
 };
 
-// 2^x for x <= 0 within 1e-4 of it; where TinyIsZero, 0 below -126; a NaN stays one.
+// 2^x for x <= 0 within 1e-4 of it, 0 below -126 (TinyIsZero); a NaN stays one.
 INLINE f32x16 power_of_two(f32x16 x) {
     const f32x16 r = (f32x16)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x)
     f32x16 p = r * 7.8024519468e-2f + 2.2606717843e-1f;
@@ -253,7 +245,6 @@ inline void chunk_item_on_tiles(const Problem& p, const Item& item, uint8_t* sha
     TileScratch memory(chunk.rows, p.dim);
     TileWalk walk{p, chunk, memory, (p.softcap > 0 ? 1.0f : p.scale) * 1.44269504088896341f};
     start_sets(p, item, chunk, memory);
-    const TinyIsZero tiny;
     configure_tiles(16, 16);
     const int64_t first = p.first_tile(item.sequence), bytes = PackedTile::bytes(p.dim);
     for (int64_t tile = chunk.begin / TILE * TILE; tile < chunk.end; tile += TILE) {

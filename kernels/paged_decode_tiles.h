@@ -103,13 +103,6 @@ INLINE void sums_of_heads(const int32_t* sums, i32x16* heads) {
     }
 }
 
-// 2^x for x <= 0 within 3e-6 of it; 0 below -126, where numbers are slow to compute with; a NaN stays one.
-INLINE f32x16 power_of_two_finely(f32x16 x) {
-    const __mmask16 there = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-    const f32x16 bounded = (f32x16)_mm512_max_ps(_mm512_set1_ps(-126.0f), (__m512)x);  // of a NaN and -126 the NaN
-    return (f32x16)_mm512_maskz_mov_ps(there, (__m512)power_of_two_above(bounded));
-}
-
 // Scores of a head become weights x the scales of their values, and the header of its partial result.
 INLINE void weigh_tokens(const Problem& p, const Sixteens& tokens, const RowScales& scales, float* row, float* header) {
     constexpr float LOG2_E = 1.44269504088896341f;
@@ -120,7 +113,7 @@ INLINE void weigh_tokens(const Problem& p, const Sixteens& tokens, const RowScal
     const float top = highest(row, whole);
     f32x16 total = {};
     for (int64_t j = 0; j < whole; j += LANES) {
-        const f32x16 weight = power_of_two_finely((load(row + j) - top) * LOG2_E);
+        const f32x16 weight = power_of_two_above((load(row + j) - top) * LOG2_E);
         total += weight;
         store(row + j, weight * load(scales.v + j));
     }

@@ -126,4 +126,17 @@ INLINE float exponentiate(float* scores, int64_t count, float top) {
     return sum(total);
 }
 
+// While it lives, this thread computes 0 for what is below 2^-126, which is slow to compute with: on tiles, whose
+// weights are powers of two of scores that may lie far below the highest.
+struct TinyIsZero {
+#if defined(__AVX512F__)
+    const unsigned before = _mm_getcsr();
+
+    explicit TinyIsZero(bool wanted) { _mm_setcsr(wanted ? before | _MM_FLUSH_ZERO_ON : before); }
+    ~TinyIsZero() { _mm_setcsr(before); }
+#else
+    explicit TinyIsZero(bool) {}
+#endif
+};
+
 }  // namespace tf
