@@ -11,6 +11,7 @@ import asyncio
 import json
 import math
 import os
+import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ def run(work: Coroutine[Any, Any, int], output: Output) -> NoReturn:
     from tokenfleet.producer.errors import TokenfleetError
 
     try:
-        code = asyncio.run(work)
+        code = asyncio.run(_until_told(work))
     except TokenfleetError as error:
         fail(error, output)
     except TimeoutError as error:
@@ -105,6 +106,28 @@ def run(work: Coroutine[Any, Any, int], output: Output) -> NoReturn:
         say_error("Unwritable", f"{where}{error.strerror or error}", output)
         raise typer.Exit(BAD_INPUT) from None
     raise typer.Exit(code)
+
+
+async def _until_told(work: Coroutine[Any, Any, int]) -> int:
+    """The work's exit code. SIGTERM ends it as Ctrl-C does: it says what goes on without it."""
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    told = False
+
+    def tell() -> None:
+        nonlocal told
+        told = True
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, tell)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if told:
+            return TERMINATED
+        raise  # Ctrl-C, of which asyncio has told the work
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
 
 
 def reader_gone() -> NoReturn:

@@ -181,13 +181,16 @@ def test_time_that_runs_out_is_exit_code_4_and_the_job_goes_on(echo: Any) -> Non
     assert echo.run("result", job_id).returncode == 1
 
 
-def test_interrupting_a_stream_says_how_to_go_on_and_does_not_end_the_job(echo: Any) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupting_a_stream_says_how_to_go_on_and_does_not_end_the_job(
+    echo: Any, number: signal.Signals, code: int
+) -> None:
     follower = echo.start("submit", "--stream", "--raw", "abc", "--max-tokens", "1500")
     assert follower.stdout is not None
     assert follower.stdout.read(3) == b"abc"
-    follower.send_signal(signal.SIGINT)
+    follower.send_signal(number)
     _, said = follower.communicate(timeout=240)
-    assert follower.returncode == 130
+    assert follower.returncode == code
     job_id = said.decode().split()[1]
     assert f"tokenfleet stream {job_id} --from-offset" in said.decode()
     state = json.loads(echo.run("cancel", job_id, "-o", "json").stdout)[0]["state"]
