@@ -13,6 +13,7 @@ import math
 import os
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -110,6 +111,8 @@ def run(work: Coroutine[Any, Any, int], output: Output) -> NoReturn:
 
 async def _until_told(work: Coroutine[Any, Any, int]) -> int:
     """The work's exit code. SIGTERM ends it as Ctrl-C does: it says what goes on without it."""
+    if threading.current_thread() is not threading.main_thread():
+        return await work  # only that one can hear of a signal
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
     told = False
