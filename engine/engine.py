@@ -220,9 +220,11 @@ class Engine:
         except Exception as broken:  # noqa: BLE001 - one output's text must not end the others
             delta, error = TextDelta("", None, 0), f"its text cannot be decoded: {broken}"
         reason = event.finish_reason
+        # of one that was cancelled, half a character may be left that becomes a stop string
+        stop = delta.stop if reason != "cancelled" else None
         if error is not None:
             reason = "error"
-        elif delta.stop is not None:
+        elif stop is not None:
             reason = "stop"
         if reason is not None and event.finish_reason is None:
             self.core.finish(event.id, event.choice)
@@ -237,7 +239,7 @@ class Engine:
             finish_reason=reason,
             logprobs=event.logprobs[:kept] if event.logprobs is not None else None,
             prompt_logprobs=event.prompt_logprobs,
-            stop=delta.stop,
+            stop=stop,
             error=error,
             weights_version=event.weights_version,
         )

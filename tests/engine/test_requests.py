@@ -53,6 +53,15 @@ def test_a_stop_string_ends_a_choice_once_and_frees_its_id(script_model):
     assert engine.generate([[0]], included)[0].text == "abcde"
 
 
+def test_a_cancelled_choice_is_no_stopped_one_whatever_its_half_character_becomes(script_model):
+    engine = make(script_model([0xC3, *b"abc"]))
+    engine.add("x", [0], SamplingParams(max_tokens=20, temperature=0.0, stop=["\ufffd"]))
+    assert [event.token_ids for event in engine.step()] == [[0xC3]]
+    engine.abort("x")
+    (last,) = engine.step()
+    assert (last.finish_reason, last.stop) == ("cancelled", None)
+
+
 def test_a_new_request_gets_none_of_an_aborted_ones_events(engine):
     engine.add("x", [1, 2, 3], GREEDY)
     engine.step()
