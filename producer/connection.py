@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -19,19 +18,10 @@ from typing import Any
 import redis
 import redis.asyncio as aio
 from redis.exceptions import (
-    AuthenticationError,
-    AuthorizationError,
-    ClusterDownError,
-    ClusterError,
-    ConnectionError,
-    InvalidResponse,
-    NoPermissionError,
-    OutOfMemoryError,
     ReadOnlyError,
     RedisClusterException,
     RedisError,
     ResponseError,
-    TimeoutError,
 )
 
 from tokenfleet.producer.address import CLUSTER, WAY_OUT, Address, parse_address
@@ -43,6 +33,7 @@ from tokenfleet.producer.keys import Keys, check_name
 from tokenfleet.producer.kinds import WRONG_TYPE, blame
 from tokenfleet.producer.line import Line
 from tokenfleet.producer.mended import Door
+from tokenfleet.producer.refusals import meaning_of, said, says_of_server
 from tokenfleet.producer.scripts import Executor, Script
 from tokenfleet.producer.turns import Turns
 
@@ -65,39 +56,6 @@ _CLOSED = "the client was closed during a call"
 
 _MINIMUM = {"redis": (7, 0), "valkey": (7, 2)}
 _PAUSES_S = (0.0, 0.05, 0.1, 0.2, 0.4)
-_PASSING = (
-    *(ConnectionError, TimeoutError, ReadOnlyError, OSError),
-    *(ClusterDownError, ClusterError, RedisClusterException),
-)
-_DENIED = ("The user executing the script can't", "ACL failure in script")
-"""How Redis and Valkey say that an ACL forbids what a script does."""
-_UNUSABLE = ("DB index is out of range", "unknown command")
-"""How a server says that it is not one that can be used: a sentinel URL that leads to none, say."""
-SERVER_WIDE = (
-    *("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY ", "CLUSTERDOWN", "TRYAGAIN"),
-    "Attempted to access a non local key",  # a script's, whose slot is on its way to another server
-    "Script attempted to access a non local key",
-)
-"""Replies that say something about the server for now, and nothing about what was asked."""
-_ASKS_WHO = ("HELLO must be called with the client already", "Authentication required")
-"""How a server answers who has said no name and no password."""
-_CLIENT_SHOWN = re.compile(r"<redis\.asyncio\.client\.Redis\(.*?\)>\)>\)> - ", re.DOTALL)
-"""A client as redis-py prints it into its errors, all of its settings included."""
-REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
-
-
-def refusal(error: Exception) -> BrokerUnsupported:
-    """What a server's answer means that does not know us, or does not let us do it."""
-    if any(words in str(error) for words in _ASKS_WHO):
-        return BrokerUnsupported(
-            "Redis asks for a user and a password, and none was given; "
-            "they belong into its URL: redis://USER:PASSWORD@HOST:PORT/0"
-        )
-    if isinstance(error, NoPermissionError):
-        return BrokerUnsupported(
-            f"Redis refuses: {error}; `tokenfleet acl` prints the rights that each role needs"
-        )
-    return BrokerUnsupported(f"Redis refuses: {error}")
 
 
 class Connection:
@@ -311,37 +269,19 @@ class Connection:
 
     def _check_passing(self, error: Exception) -> None:
         """Return where the same call may succeed a moment later; else raise what it means."""
-        if isinstance(error, REFUSALS):
-            raise refusal(error) from error
-        if isinstance(error, OutOfMemoryError):
-            raise BrokerUnavailable(f"Redis is out of memory: {error}") from error
-        if isinstance(error, _PASSING):
-            self._check_open()
-            if "CERTIFICATE_VERIFY_FAILED" in str(error):
-                raise BrokerUnsupported(
-                    f"{self.describe()} shows a certificate that is not trusted ({error}); "
-                    "give the CA's file: ?ssl_ca_certs=/path/to/ca.pem"
-                ) from error
-            return
-        if isinstance(error, InvalidResponse):
-            problem = f"what answers is no Redis ({self.describe()}: {error}); {self._doubt()}"
-            raise BrokerUnsupported(problem) from error
-        if any(words in str(error) for words in _UNUSABLE):
-            problem = f"{self.describe()} cannot be used: {error}; is the address right?"
-            raise BrokerUnsupported(problem) from error
-        if any(words in str(error) for words in _DENIED):
-            raise BrokerUnsupported(
-                f"Redis refuses a script: {error}; `tokenfleet acl` prints the rights it needs"
-            ) from error
-        if not str(error).startswith(SERVER_WIDE):
+        meaning = meaning_of(error, self.describe(), self._doubt())
+        if meaning is error:
             raise error
+        if meaning is not None:
+            raise meaning from error
+        self._check_open()
 
     def _unavailable(self, error: Exception, patience_s: float) -> BrokerUnavailable:
-        if str(error).startswith(SERVER_WIDE):
+        if says_of_server(error):
             return BrokerUnavailable(f"{self.describe()} refuses for now: {error}")
-        said = _CLIENT_SHOWN.sub("", str(error)) or type(error).__name__
         return BrokerUnavailable(
-            f"{self.describe()} was not reached within {patience_s:g} s ({said}); {self._doubt()}"
+            f"{self.describe()} was not reached within {patience_s:g} s ({said(error)}); "
+            f"{self._doubt()}"
         )
 
     def _check_open(self) -> None:

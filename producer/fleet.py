@@ -17,13 +17,7 @@ from typing import Any
 
 from redis.exceptions import RedisClusterException
 
-from tokenfleet.producer.connection import (
-    REFUSALS,
-    Connection,
-    RedisError,
-    ResponseError,
-    refusal,
-)
+from tokenfleet.producer.connection import Connection, RedisError, ResponseError
 from tokenfleet.producer.errors import BrokerUnavailable, KeyOccupied
 from tokenfleet.producer.fleet_view import (
     FleetStatus,
@@ -38,6 +32,7 @@ from tokenfleet.producer.fleet_view import (
 )
 from tokenfleet.producer.keys import GROUP, PRIORITIES, Keys
 from tokenfleet.producer.kinds import occupied
+from tokenfleet.producer.refusals import REFUSALS, refusal
 
 AT_ONCE = 8
 """Connections that one look uses at most."""

@@ -27,10 +27,11 @@ from tokenfleet.producer.errors import (
     StreamInterrupted,
     UndecodableJob,
 )
-from tokenfleet.producer.hub import Hub, Reread, Subscription
+from tokenfleet.producer.hub import Hub
 from tokenfleet.producer.keys import partition_of
 from tokenfleet.producer.protocol import Event, State
 from tokenfleet.producer.scripts import CANCEL, READ
+from tokenfleet.producer.subscription import Reread, Subscription
 
 SILENCE_S = 5.0
 """After this long without a message the job's state and log are looked at."""

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import structlog
 from redis.exceptions import RedisError, ResponseError
 
-from tokenfleet.producer.connection import SERVER_WIDE
 from tokenfleet.producer.errors import BrokerUnavailable, BrokerUnsupported, KeyOccupied
+from tokenfleet.producer.refusals import SERVER_WIDE
 
 BROKER_ERRORS = (BrokerUnavailable, BrokerUnsupported, RedisError, OSError)
 """What a server looks like that is away, loading, demoted, full, or refuses us for now. A worker

@@ -14,7 +14,8 @@ import structlog
 
 from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import BrokerUnsupported
-from tokenfleet.producer.hub import Hub, Subscription
+from tokenfleet.producer.hub import Hub
+from tokenfleet.producer.subscription import Subscription
 from tokenfleet.worker.broker import BROKER_ERRORS, Broker
 from tokenfleet.worker.dispatch import Dispatcher
 from tokenfleet.worker.roster import Roster

@@ -22,8 +22,9 @@ from tokenfleet.producer import (
     TokenfleetError,
 )
 from tokenfleet.producer.connection import Connection
-from tokenfleet.producer.hub import REREAD, Hub
+from tokenfleet.producer.hub import Hub
 from tokenfleet.producer.protocol import Event
+from tokenfleet.producer.subscription import REREAD
 from tokenfleet.worker.claims import flat
 
 

@@ -17,9 +17,10 @@ from tokenfleet.producer.client import AsyncClient
 from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.embedded import EmbeddedServer
 from tokenfleet.producer.errors import BrokerUnavailable
-from tokenfleet.producer.hub import REREAD, Hub
+from tokenfleet.producer.hub import Hub
 from tokenfleet.producer.keys import partition_of
 from tokenfleet.producer.protocol import Choice, Event, JobResult
+from tokenfleet.producer.subscription import REREAD
 from tokenfleet.worker.claims import flat
 from tokenfleet.worker.queue import Emission, JobQueue
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tokenfleet.producer.errors import InvalidJob, JobExpired, StreamInterrupted
-from tokenfleet.producer.hub import MOST_WAITING, Subscription
 from tokenfleet.producer.keys import new_job_id
 from tokenfleet.producer.protocol import Choice, Event, JobResult
 from tokenfleet.producer.stream import JobReader
+from tokenfleet.producer.subscription import MOST_WAITING, Subscription
 from tokenfleet.worker.claims import flat
 
 WORDS = [f"w{n} " for n in range(30)]

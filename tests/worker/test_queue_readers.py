@@ -6,7 +6,7 @@ import re
 from importlib.resources import files
 from typing import Any
 
-from tokenfleet.producer import hub
+from tokenfleet.producer import channel_line
 
 
 async def test_a_waiting_job_is_run_whose_reader_has_only_just_lost_its_connection(valkey_lab):
@@ -61,7 +61,7 @@ async def test_a_reader_that_came_back_is_not_held_its_absence_against(valkey_la
 def test_a_reader_has_time_for_two_of_its_longest_pauses_and_a_slot_is_free_within_a_second():
     common = files("tokenfleet.producer.lua").joinpath("common.lua").read_text()
     (grace_ms,) = re.findall(r"GRACE_MS = (\d+)", common)
-    assert 2000 * max(hub._PAUSES_S) <= int(grace_ms) < 1000
+    assert 2000 * max(channel_line._PAUSES_S) <= int(grace_ms) < 1000
 
 
 async def _watched(lab: Any) -> str:
