@@ -5,81 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from tokenfleet.producer.errors import InvalidJob, JobExpired, StreamInterrupted
-from tokenfleet.producer.keys import new_job_id
+from tokenfleet.producer.errors import InvalidJob, StreamInterrupted
 from tokenfleet.producer.protocol import Choice, Event, JobResult
-from tokenfleet.producer.stream import JobReader
 from tokenfleet.producer.subscription import MOST_WAITING, Subscription
 from tokenfleet.worker.claims import flat
 
-WORDS = [f"w{n} " for n in range(30)]
-
-
-class Writer:
-    """A worker that logs the words of one job, one call each, when told to."""
-
-    def __init__(self, queue: Any, job: Any) -> None:
-        self.queue = queue
-        self.job = job
-        self.offset = job.offset
-
-    async def write(self, count: int) -> None:
-        for _ in range(count):
-            event = Event(
-                offset=self.offset,
-                token_ids=(self.offset,),
-                text=WORDS[self.offset % len(WORDS)],
-                attempt=self.job.attempt,
-            )
-            await self.queue.emit([(self.job.id, self.job.attempt, flat([event]))])
-            self.offset += 1
-
-    async def finish(self) -> None:
-        text = "".join(WORDS[n % len(WORDS)] for n in range(self.offset))
-        ids = tuple(range(self.offset))
-        choice = Choice(text=text, token_ids=ids, finish_reason="length")
-        assert await self.queue.finish(self.job, [], JobResult(choices=(choice,)))
-
-
-async def writer_for(lab: Any, **fields: Any) -> Writer:
-    queue = await lab.queue("w1")
-    await lab.submit(**fields)
-    (job,) = await queue.claim(1)
-    return Writer(queue, job)
-
-
-def check(events: list[Event], start: int = 0) -> str:
-    """Contiguous, each once, one end, at the end. Returns the text."""
-    offset = start
-    for event in events:
-        assert event.offset == offset
-        offset = event.end
-    assert [event.final for event in events] == [False] * (len(events) - 1) + [True]
-    return "".join(event.text for event in events)
-
-
-async def collect(stream: AsyncIterator[Event]) -> list[Event]:
-    return [event async for event in stream]
-
-
-async def started(stream: AsyncIterator[Event]) -> tuple[list[Event], asyncio.Task[None]]:
-    """A task that fills a list, after its first event has come."""
-    events: list[Event] = []
-    first = asyncio.Event()
-
-    async def fill() -> None:
-        async for event in stream:
-            events.append(event)
-            first.set()
-
-    task = asyncio.create_task(fill())
-    await first.wait()
-    return events, task
+from .writing import WORDS, Writer, check, collect, listens, started, writer_for
 
 
 async def test_a_subscriber_that_joins_at_any_moment_sees_the_whole_text(valkey_lab):
@@ -309,80 +244,6 @@ async def test_a_server_that_stays_away_interrupts_the_stream_at_its_offset(own_
     assert check(events + rest) == "".join(WORDS[:6])
 
 
-async def test_a_job_that_redis_does_not_know_has_expired(valkey_lab):
-    job = valkey_lab.client().job(new_job_id(0))
-    for call in (job.result(), job.status(), job.cancel(), collect(job.stream())):
-        with pytest.raises(JobExpired):
-            await call
-
-
-async def test_a_job_that_vanishes_while_one_listens_has_expired(valkey_lab):
-    writer = await writer_for(valkey_lab)
-    await writer.write(1)
-    client = valkey_lab.client(silence_s=0.05)
-    _, task = await started(client.job(writer.job.id).stream())
-    keys = valkey_lab.keys
-    await valkey_lab.raw.delete(keys.job(writer.job.id), keys.events(writer.job.id))
-    with pytest.raises(JobExpired):
-        await task
-
-
-@pytest.fixture
-def found_gone(monkeypatch) -> asyncio.Event:
-    """Set once a reader has looked for a job and Redis did not know it."""
-    gone, look = asyncio.Event(), JobReader.look
-
-    async def told(*args: Any, **options: Any) -> Any:
-        found = await look(*args, **options)
-        if found.state is None:
-            gone.set()
-        return found
-
-    monkeypatch.setattr(JobReader, "look", told)
-    return gone
-
-
-async def test_a_running_job_that_redis_has_forgotten_is_waited_for_until_it_is_given_back(
-    valkey_lab, found_gone, until
-):
-    """By streams and by who waits for its result, for silence_s."""
-    writer = await writer_for(valkey_lab)
-    await writer.write(2)
-    job = valkey_lab.client(silence_s=240.0).job(writer.job.id)
-    (events, stream), result = await started(job.stream()), asyncio.ensure_future(job.result())
-    log, keys = await valkey_lab.log(job.id), valkey_lab.keys
-    await until(lambda: listens(valkey_lab, job.id))
-    await valkey_lab.raw.delete(keys.job(job.id), keys.events(job.id), keys.queue("m", "default"))
-    await valkey_lab.raw.client_kill_filter(_type="pubsub")
-    await found_gone.wait()
-    adopted = await writer.queue.adopt(writer.job, flat(log))
-    assert adopted is not None
-    writer.job = adopted
-    await writer.write(1)
-    await writer.finish()
-    await stream
-    assert check(events) == (await result).text == "".join(WORDS[:3])
-
-
-async def test_a_waiting_job_that_redis_has_forgotten_is_not_waited_for(valkey_lab, until):
-    """Nobody has it to give it back."""
-    client = valkey_lab.client(silence_s=240.0)
-    job = await client.submit(model="m", prompt="x")
-    waiting = [asyncio.ensure_future(collect(job.stream())), asyncio.ensure_future(job.result())]
-    await until(lambda: listens(valkey_lab, job.id))
-    await valkey_lab.raw.delete(valkey_lab.keys.job(job.id))
-    await valkey_lab.raw.client_kill_filter(_type="pubsub")
-    for one in waiting:
-        with pytest.raises(JobExpired):
-            await one
-
-
-async def listens(lab: Any, job_id: str) -> bool:
-    """Whether somebody listens to a job's channel."""
-    ((_, count),) = await lab.raw.pubsub_numsub(lab.keys.events(job_id))
-    return bool(count)
-
-
 @pytest.mark.parametrize(
     "noise", [b"", b"x", b"\xff \xff", b"0-0 1-0 x", b"0-0 1-x \x80", b"0-0  1-0 \x80"]
 )
@@ -412,17 +273,6 @@ async def test_an_event_of_a_newer_version_interrupts_the_stream_for_good(valkey
     assert (cut.value.offset, cut.value.retryable) == (1, False)
 
 
-async def test_a_log_that_is_gone_has_expired_while_the_result_still_answers(valkey_lab):
-    writer = await writer_for(valkey_lab)
-    await writer.write(2)
-    await writer.finish()
-    job = valkey_lab.client().job(writer.job.id)
-    await valkey_lab.raw.delete(valkey_lab.keys.events(job.id))
-    with pytest.raises(JobExpired, match="log"):
-        await collect(job.stream())
-    assert (await job.result()).text == "".join(WORDS[:2])
-
-
 async def test_the_stream_goes_on_in_the_next_attempt_where_the_first_one_stopped(valkey_lab):
     writer = await writer_for(valkey_lab)
     await writer.write(3)
@@ -438,78 +288,6 @@ async def test_the_stream_goes_on_in_the_next_attempt_where_the_first_one_stoppe
     await task
     assert check(events) == "".join(WORDS[:6])
     assert [event.attempt for event in events] == [1, 1, 1, 2, 2, 2, 2]
-
-
-async def test_a_job_ends_with_its_last_subscriber_when_it_asked_for_that(valkey_lab):
-    writer = await writer_for(valkey_lab, on_disconnect="cancel")
-    await writer.write(1)
-    client, other = valkey_lab.client(), valkey_lab.client()
-    streams = [one.job(writer.job.id).stream() for one in (client, other)]
-    for stream in streams:
-        await anext(stream)
-    await streams[0].aclose()
-    assert not (await client.job(writer.job.id).status()).cancel_requested
-    await streams[1].aclose()
-    assert (await client.job(writer.job.id).status()).cancel_requested
-
-
-async def test_a_waiting_job_ends_with_its_subscriber_too(valkey_lab):
-    job = valkey_lab.client().job(await valkey_lab.submit(on_disconnect="cancel"))
-    task = asyncio.create_task(collect(job.stream()))
-
-    async def watched() -> bool:
-        return "watched" in await valkey_lab.fields(job.id)
-
-    await valkey_lab.until(watched)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    assert await valkey_lab.state(job.id) == "cancelled"
-
-
-async def test_a_subscriber_whose_connection_breaks_frees_the_slot_by_the_next_emits(valkey_lab):
-    writer = await writer_for(valkey_lab, on_disconnect="cancel")
-    await writer.write(1)
-    client = valkey_lab.client()
-    stream = client.job(writer.job.id).stream()
-    await anext(stream)
-    line = next(iter(client.link.reader.hub._lines.values()))
-    line._task.cancel()  # as if the process had died: nothing says goodbye
-    await asyncio.gather(line._task, return_exceptions=True)
-    cancelled: frozenset[str] = frozenset()
-    while not cancelled:
-        event = Event(offset=writer.offset, token_ids=(1,), text="x", attempt=1)
-        writer.offset += 1
-        outcome = await writer.queue.emit([(writer.job.id, 1, flat([event]))])
-        cancelled = outcome.cancelled
-        await asyncio.sleep(0.01)
-    assert cancelled == {writer.job.id}
-    await stream.aclose()
-
-
-async def test_a_job_nobody_has_listened_to_yet_is_not_taken_for_abandoned(valkey_lab):
-    writer = await writer_for(valkey_lab, on_disconnect="cancel")
-    await writer.write(5)
-    await writer.finish()
-    assert await valkey_lab.state(writer.job.id) == "finished"
-
-
-async def test_a_job_that_continues_does_so_when_its_subscriber_leaves(valkey_lab):
-    writer = await writer_for(valkey_lab)
-    await writer.write(1)
-    stream = valkey_lab.client().job(writer.job.id).stream()
-    await anext(stream)
-    await stream.aclose()
-    await writer.write(2)
-    await writer.finish()
-    assert (await valkey_lab.client().job(writer.job.id).result()).text == "".join(WORDS[:3])
-
-
-async def test_waiting_for_a_result_counts_as_no_subscriber(valkey_lab):
-    client = valkey_lab.client()
-    job = client.job(await valkey_lab.submit(on_disconnect="cancel"))
-    with pytest.raises(TimeoutError):
-        await job.result(timeout_s=0.01)
-    assert await valkey_lab.state(job.id) == "waiting"
 
 
 async def _live(lab: Any, job_id: str) -> tuple[list[str], asyncio.Task[None]]:
