@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tokenfleet.worker.bench.cpu_time import PREFIX, CpuTimes, cpu_s
 from tokenfleet.worker.bench.figures import Seen, Summary, figures_of, percentile, ratio
 from tokenfleet.worker.bench.first_token import (
     FEWEST_PAIRS,
@@ -175,6 +177,22 @@ def test_the_fleet_is_compared_with_the_engine_alone_in_one_run(tiny_checkpoint:
         assert summary.middle("output_tokens") == 256
         assert summary.middle("steps") >= 128
         assert summary.middle("mean_batch") > 1.0
+        of = ("worker", "server", "reader", "engine") if summary is row else ("engine",)
+        assert all(summary.middle(f"{PREFIX}{process}") > 0 for process in of)
+
+
+def test_cpu_time_is_what_a_process_computed_and_not_how_long_it_took() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as waiting:
+        times = CpuTimes({"us": os.getpid(), "waiting": waiting.pid})
+        began = time.process_time()
+        while time.process_time() < began + 0.05:
+            pass
+        found = times.figures(output_tokens=1000)
+        waiting.communicate(b"\n")
+    assert 0.05 <= found[f"{PREFIX}us"] < 60
+    assert found[f"{PREFIX}waiting"] >= 0
+    with pytest.raises(OSError, match=r"Invalid argument|No such process"):
+        cpu_s(waiting.pid)
 
 
 def test_a_short_turn_is_w_until_the_last_job_has_its_first_token() -> None:
@@ -305,6 +323,7 @@ def test_the_command_prints_a_table_and_writes_json(tiny_checkpoint: Path, tmp_p
     assert done.returncode == 0, done.stderr
     assert "W N=1" in done.stdout
     assert "blocks in use beyond those that the tokens present need" in done.stdout
+    assert "W N=1: engine: CPU s per 1000 tokens: engine " in done.stdout
     written: dict[str, Any] = json.loads(path.read_text())
     assert written["bench"] == "engine"
     assert written["results"][0]["workload"] == "W N=1"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Coroutine
@@ -21,6 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tokenfleet.producer import semconv
+from tokenfleet.worker.bench.cpu_time import CpuTimes, engine_of
 from tokenfleet.worker.bench.figures import Seen, figures_of
 from tokenfleet.worker.bench.first_token import Turn, in_pairs, short_w
 from tokenfleet.worker.bench.memory import peak_rss_of_group
@@ -80,7 +82,7 @@ class FleetContender:
         from tokenfleet.producer.embedded import EmbeddedServer
 
         logs = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tokenfleet-")))
-        server = self._stack.enter_context(EmbeddedServer())
+        self._server = server = self._stack.enter_context(EmbeddedServer())
         self._step_log = logs / "steps.jsonl"
         self._worker = self._make_worker(server, logs)
         try:
@@ -103,8 +105,9 @@ class FleetContender:
         self._stack.close()
 
     def run(self, workload: Workload) -> dict[str, float]:
-        before = self._read()
+        before, cpu = self._read(), CpuTimes(self._processes())
         figures = self._runner.run(self._unless_it_ends(self._play(workload)))
+        figures |= cpu.figures(figures["output_tokens"])
         steps, first, waited, jobs = (now - was for now, was in zip(self._read(), before))
         jobs = max(1.0, jobs)
         outside_s = figures["ttft_mean_s"] - (first - waited) / jobs
@@ -122,6 +125,14 @@ class FleetContender:
         """Steps; of all jobs the seconds from submission to first token and to the claim; jobs."""
         names = (STEPS, *_WORKERS_PART)
         return [self._runner.run(self._worker.metric(name)) for name in names]
+
+    def _processes(self) -> dict[str, int]:
+        """Those whose CPU time is told."""
+        server, worker = self._server.pid, self._worker.pid
+        assert server is not None
+        return {
+            "worker": worker, "server": server, "reader": os.getpid(), "engine": engine_of(worker)
+        }  # fmt: skip
 
     def _make_worker(self, server: EmbeddedServer, logs: Path) -> WorkerProcess:
         slots = self._config.slots()

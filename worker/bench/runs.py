@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from tokenfleet.worker.bench.cpu_time import CpuTimes
 from tokenfleet.worker.bench.figures import Summary, ratio
 from tokenfleet.worker.bench.first_token import FirstTokens
 from tokenfleet.worker.bench.workloads import Workload, warm_up, workload_s, workload_w
@@ -175,7 +176,9 @@ class EngineContender:
         self.name = name
 
     def run(self, workload: Workload) -> dict[str, float]:
-        return self._child.run(workload)
+        cpu = CpuTimes({"engine": self._child.pid})
+        figures = self._child.run(workload)
+        return figures | cpu.figures(figures["output_tokens"])
 
 
 class StaticBatches:

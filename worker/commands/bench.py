@@ -17,6 +17,7 @@ from tokenfleet.worker.commands import base
 from tokenfleet.worker.commands.base import Output, OutputOption
 
 if TYPE_CHECKING:
+    from tokenfleet.worker.bench.figures import Summary
     from tokenfleet.worker.bench.runs import BenchConfig, Keep, Report, Say
 
 
@@ -303,6 +304,8 @@ def _print_table(report: Report) -> None:
             f"{found['tokens_per_s']:.2f} x tokens/s"
         )
     for summary in report.summaries:
+        if times := _cpu_times(summary):
+            typer.echo(f"{summary.workload}: {summary.engine}: CPU s per 1000 tokens: {times}")
         if summary.has("ttft_outside_worker_s"):
             typer.echo(
                 f"{summary.workload}: outside of the worker: "
@@ -319,3 +322,11 @@ def _print_table(report: Report) -> None:
     for pairs in report.first_tokens:
         for line in in_words(pairs):
             typer.echo(line)
+
+
+def _cpu_times(summary: Summary) -> str:
+    """Of each process that a run of it is made of."""
+    from tokenfleet.worker.bench.cpu_time import PREFIX
+
+    names = [name for name in summary.runs[0] if name.startswith(PREFIX)]
+    return ", ".join(f"{name.removeprefix(PREFIX)} {summary.middle(name):.3f}" for name in names)
