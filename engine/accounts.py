@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tokenfleet.engine.errors import InvalidRequest
 from tokenfleet.engine.execution.flight import Note, StepResult
-from tokenfleet.engine.request import CoreEvent, EngineRequest, Logprobs
+from tokenfleet.engine.request import ENGINE_ERROR, CoreEvent, EngineRequest, Logprobs
 from tokenfleet.engine.scheduling.plan import Chunk, StepPlan
 from tokenfleet.engine.scheduling.scheduler import Scheduler
 from tokenfleet.engine.scheduling.sequence import Sequence, SequenceState
@@ -74,17 +74,21 @@ class Accounts:
 
     def refuse(self, request: EngineRequest, refusal: InvalidRequest) -> None:
         """End a request that turned out to be impossible after it was taken."""
-        self._end_unopened(request, "error", str(refusal))
+        self._end_unopened(request, "error", refusal)
 
     def cancelled(self, request: EngineRequest) -> None:
         """End a request that was aborted before it was opened."""
         self._end_unopened(request, "cancelled", None)
 
-    def _end_unopened(self, request: EngineRequest, reason: str, error: str | None) -> None:
-        choices = (c for c in range(request.params.n) if c not in request.ended)
+    def _end_unopened(
+        self, request: EngineRequest, reason: str, refusal: InvalidRequest | None
+    ) -> None:
+        error, code = (str(refusal), refusal.code) if refusal is not None else (None, None)
+        version = self.weights_version
         self.pending += [
-            CoreEvent(request.id, c, [], reason, error=error, weights_version=self.weights_version)
-            for c in choices
+            CoreEvent(request.id, choice, [], reason, None, None, error, code, version)
+            for choice in range(request.params.n)
+            if choice not in request.ended
         ]
 
     def open(self, request: EngineRequest, sequences: list[Sequence]) -> None:
@@ -141,7 +145,7 @@ class Accounts:
             ):  # as _settle_one does it: nearly all sequences, so it has to be quick
                 tokens.append(token)
                 id, choice = sequence.request_id, sequence.choice
-                events.append(CoreEvent(id, choice, [token], None, None, None, None, version))
+                events.append(CoreEvent(id, choice, [token], None, None, None, None, None, version))
             else:
                 self._settle_one(chunk, token, notes.get(row, _NO_NOTE), events, ended)
         self._scheduler.complete(plan)
@@ -166,7 +170,7 @@ class Accounts:
                 account.prompt_logprobs[position] = report
         if note.error is not None:
             self.num_errors += 1
-            self._end(account, sequence, "error", events, error=note.error)
+            self._end(account, sequence, "error", events, note)
         elif chunk.samples:
             taken, reason, error = _take_token(sequence, token)
             event = CoreEvent(
@@ -177,6 +181,7 @@ class Accounts:
                 [note.logprobs] if taken and note.logprobs is not None else None,
                 _give_prompt_logprobs(account, sequence),
                 error,
+                error and ENGINE_ERROR,
                 self.weights_version,
             )
             if reason is None:
@@ -195,7 +200,7 @@ class Accounts:
         sequence: Sequence,
         reason: str,
         events: list[CoreEvent],
-        error: str | None = None,
+        note: Note = _NO_NOTE,
     ) -> None:
         reports = _give_prompt_logprobs(account, sequence)
         events.append(
@@ -205,7 +210,8 @@ class Accounts:
                 token_ids=[],
                 finish_reason=reason,
                 prompt_logprobs=reports,
-                error=error,
+                error=note.error,
+                error_code=note.error and note.error_code,
                 weights_version=self.weights_version,
             )
         )

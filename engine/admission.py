@@ -16,7 +16,7 @@ from tokenfleet.engine.constraints import Constraint
 from tokenfleet.engine.errors import InvalidRequest
 from tokenfleet.engine.execution.loading import Vocabulary
 from tokenfleet.engine.request import EngineRequest
-from tokenfleet.engine.request_checks import check_fits, check_request, longest
+from tokenfleet.engine.request_checks import check_fits, check_request, kept, longest
 from tokenfleet.engine.sampling_params import SamplingParams
 from tokenfleet.engine.scheduling.scheduler import Scheduler
 from tokenfleet.engine.scheduling.sequence import Sequence
@@ -55,6 +55,7 @@ class Admission:
         Raises:
             InvalidRequest: with a code and what to do; nothing was queued.
         """
+        request = kept(request)
         max_len = self._check(request)
         if request.params.structured_outputs is None:
             self._open(request, max_len)

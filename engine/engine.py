@@ -6,6 +6,7 @@ It adds text to the core and nothing else: what a request's tokens are is decide
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -14,7 +15,8 @@ from tokenfleet.engine.core import EngineCore
 from tokenfleet.engine.errors import InvalidRequest
 from tokenfleet.engine.execution.weights import NewWeights
 from tokenfleet.engine.outputs import Choice, Output, OutputEvent
-from tokenfleet.engine.request import CoreEvent, EngineRequest
+from tokenfleet.engine.request import ENGINE_ERROR, CoreEvent, EngineRequest
+from tokenfleet.engine.request_checks import kept
 from tokenfleet.engine.sampling_params import SamplingParams
 from tokenfleet.engine.stats import StepStats
 from tokenfleet.engine.text import TextCodec, TextDelta, TextStream
@@ -84,14 +86,13 @@ class Engine:
         Raises:
             InvalidRequest: with a code and what to do; nothing was queued.
         """
-        ids = self.text.encode(prompt) if isinstance(prompt, str) else prompt
-        request = EngineRequest(request_id, ids, params or SamplingParams(), **more)
-        self._add(request)
+        self._add(self._request(request_id, prompt, params or SamplingParams(), **more))
 
     def fork(
         self, request_id: str, new_id: str, params: SamplingParams | None = None, choice: int = 0
     ) -> None:
         """Branch a running request; see EngineCore.fork. The text starts behind the fork."""
+        params = params and self.text.in_tokens(params)
         self.core.fork(request_id, new_id, params, choice)
         trunk = self._streams[request_id, choice]
         own = params or self._params[request_id]
@@ -137,12 +138,18 @@ class Engine:
 
     # -- inside ----------------------------------------------------------------------------
 
+    def _request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, **more: Any
+    ) -> EngineRequest:
+        ids = self.text.encode(prompt) if isinstance(prompt, str) else prompt
+        request = kept(EngineRequest(request_id, ids, params, **more))
+        return replace(request, params=self.text.in_tokens(params))
+
     def _as_request(self, prompt: Prompt, params: SamplingParams) -> EngineRequest | InvalidRequest:
         try:
-            ids = self.text.encode(prompt) if isinstance(prompt, str) else prompt
+            return self._request(f"generate-{next(self._names)}", prompt, params)
         except InvalidRequest as refusal:
             return refusal
-        return EngineRequest(f"generate-{next(self._names)}", ids, params)
 
     def _run(self, requests: list[EngineRequest | InvalidRequest]) -> list[Output]:
         outputs: list[Output] = []
@@ -180,7 +187,8 @@ class Engine:
                 raise request
             self._add(request)
         except InvalidRequest as refusal:
-            return Output([], [Choice(finish_reason="error", error=str(refusal))]), None
+            said = Choice(finish_reason="error", error=str(refusal), error_code=refusal.code)
+            return Output([], [said]), None
         choices = [Choice() for _ in range(request.params.n)]
         return Output([int(token) for token in request.prompt_token_ids], choices), request.id
 
@@ -214,11 +222,12 @@ class Engine:
                 yield self._one_with_text(event, stream)
 
     def _one_with_text(self, event: CoreEvent, stream: TextStream) -> OutputEvent:
-        error = event.error
+        error, code = event.error, event.error_code
         try:
             delta = stream.push(event.token_ids, ended=event.finish_reason is not None)
         except Exception as broken:  # noqa: BLE001 - one output's text must not end the others
-            delta, error = TextDelta("", None, 0), f"its text cannot be decoded: {broken}"
+            delta, code = TextDelta("", None, 0), ENGINE_ERROR
+            error = f"its text cannot be decoded: {broken}"
         reason = event.finish_reason
         # of one that was cancelled, half a character may be left that becomes a stop string
         stop = delta.stop if reason != "cancelled" else None
@@ -241,6 +250,7 @@ class Engine:
             prompt_logprobs=event.prompt_logprobs,
             stop=stop,
             error=error,
+            error_code=code,
             weights_version=event.weights_version,
         )
 

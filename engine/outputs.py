@@ -24,6 +24,8 @@ class OutputEvent(NamedTuple):
     stop: str | None = None
     """The stop string that ended it."""
     error: str | None = None
+    error_code: str | None = None
+    """See CoreEvent."""
     weights_version: int = 0
     """Updates of the weights before the step that made it."""
 
@@ -39,6 +41,8 @@ class Choice:
     prompt_logprobs: list[Logprobs | None] | None = None
     stop: str | None = None
     error: str | None = None
+    error_code: str | None = None
+    """See CoreEvent."""
     weights_versions: list[int] = field(default_factory=list)
     """Versions of the weights that its tokens were made with, in order."""
 
@@ -47,7 +51,7 @@ class Choice:
         self.text += event.text
         self.token_ids += event.token_ids
         self.finish_reason = event.finish_reason
-        self.stop, self.error = event.stop, event.error
+        self.stop, self.error, self.error_code = event.stop, event.error, event.error_code
         if event.weights_version not in self.weights_versions:
             self.weights_versions.append(event.weights_version)
         if event.logprobs is not None:
@@ -91,6 +95,11 @@ class Output:
     def error(self) -> str | None:
         """What went wrong, with finish_reason `error`."""
         return self.choices[0].error
+
+    @property
+    def error_code(self) -> str | None:
+        """The same as a stable word; see CoreEvent."""
+        return self.choices[0].error_code
 
     @property
     def weights_versions(self) -> list[int]:

@@ -8,6 +8,11 @@ from typing import NamedTuple
 
 from tokenfleet.engine.sampling_params import SamplingParams
 
+ENGINE_ERROR = "engine_error"
+"""Code of an output that broke in the engine, through no fault of its request."""
+NO_TOKEN_ALLOWED = "no_token_allowed"
+"""Of one whose own parameters left it no token to choose."""
+
 Logprobs = dict[int, float]
 """Token id -> natural logarithm of its probability."""
 
@@ -43,5 +48,8 @@ class CoreEvent(NamedTuple):
     prompt_logprobs: list[Logprobs | None] | None = None
     """On the choice's first event, when asked for; the first entry is None."""
     error: str | None = None
+    """What went wrong, in words,"""
+    error_code: str | None = None
+    """and as a stable word: an InvalidRequest's code, ENGINE_ERROR or NO_TOKEN_ALLOWED."""
     weights_version: int = 0
     """Updates of the weights before the step that made it."""

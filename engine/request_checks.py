@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Set
 from collections.abc import Sequence as Tokens
+from dataclasses import replace
 
 import numpy as np
 
@@ -31,6 +32,13 @@ def check_request(request: EngineRequest, vocab_size: int, max_len: int) -> None
     _check_ids("prompt_token_ids", prompt, vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     _check_ids("logit_bias", params.logit_bias, vocab_size)
+    _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    for word in params.bad_words:
+        if isinstance(word, str):
+            raise InvalidRequest(
+                "invalid_parameter", f"bad_words must be token ids by now, got {word!r:.50}"
+            )
+        _check_ids("bad_words", word, vocab_size)
     if len(prompt) > max_len:
         raise InvalidRequest(
             "prompt_too_long",
@@ -43,6 +51,19 @@ def check_request(request: EngineRequest, vocab_size: int, max_len: int) -> None
             "the output ends; leave min_tokens at 0",
         )
     _check_resume(request, vocab_size, max_len - len(prompt))
+
+
+def kept(request: EngineRequest) -> EngineRequest:
+    """The request with as much of its prompt as `truncate_prompt_tokens` keeps.
+
+    Raises:
+        InvalidRequest: a field of it is of another type.
+    """
+    _check_kinds(request)
+    most = request.params.truncate_prompt_tokens
+    if most is None or len(request.prompt_token_ids) <= most:
+        return request
+    return replace(request, prompt_token_ids=request.prompt_token_ids[-most:])
 
 
 def _check_kinds(request: EngineRequest) -> None:

@@ -14,6 +14,7 @@ from tokenfleet.engine.errors import InvalidRequest
 MAX_N = 128
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 1024
 MAX_TOKENS = 2**31 - 1
 GREEDY_BELOW = 1e-5
 """Temperatures under this are argmax: dividing by them overflows before it sharpens further."""
@@ -61,6 +62,12 @@ class SamplingParams:
     """Divides positive (multiplies negative) logits of tokens in prompt or output."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids."""
+    allowed_token_ids: Sequence[int] | None = None
+    """No other token is ever chosen, EOS included; None allows all."""
+    bad_words: Sequence[str | Sequence[int]] = ()
+    """Each a text or its token ids: the last token of one is not chosen behind its others, be
+    these output or the end of the prompt. A text stands for its own tokens, and for those that it
+    has behind a space."""
     logprobs: int | None = None
     """Report this many best tokens per position beside the chosen one; 0 = only the chosen."""
     prompt_logprobs: int | None = None
@@ -71,14 +78,19 @@ class SamplingParams:
     """Leave special tokens out of the text (never out of token_ids)."""
     structured_outputs: Mapping[str, Any] | None = None
     """Exactly one of {"json": schema}, {"regex": ...}, {"choice": [...]}, {"grammar": ebnf}."""
+    truncate_prompt_tokens: int | None = None
+    """Keep no more than this many tokens of the prompt, its last ones; None keeps all."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_stops(self.stop))
-        object.__setattr__(self, "stop_token_ids", _as_ids(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", _as_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
+        object.__setattr__(self, "allowed_token_ids", _as_allowed(self.allowed_token_ids))
+        object.__setattr__(self, "bad_words", _as_words(self.bad_words))
         _check_lengths(self)
         _check_distribution(self)
         _check_stops(self)
+        _check_forbidden(self)
         _check_reports(self)
         _check_structured(self.structured_outputs)
 
@@ -96,6 +108,16 @@ class SamplingParams:
             or self.repetition_penalty != 1.0
         )
 
+    @property
+    def bad_word_ids(self) -> list[Sequence[int]]:
+        """The bad words, which have to be given as token ids by now."""
+        return [word for word in self.bad_words if not isinstance(word, str)]
+
+    @property
+    def forbids(self) -> bool:
+        """Whether some tokens are never, or not everywhere, chosen."""
+        return self.allowed_token_ids is not None or bool(self.bad_words)
+
     def ending_tokens(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
         """Tokens that end an output: the caller's, and the model's unless ignored."""
         own = frozenset(self.stop_token_ids)
@@ -110,10 +132,23 @@ def _as_stops(stop: object) -> tuple[Any, ...]:
     raise _refuse("stop", stop, "a string or a list of strings")
 
 
-def _as_ids(ids: object) -> tuple[Any, ...]:
+def _as_ids(name: str, ids: object) -> tuple[Any, ...]:
     if ids is None or (isinstance(ids, Sequence) and not isinstance(ids, str)):
         return tuple(ids or ())
-    raise _refuse("stop_token_ids", ids, "a list of token ids")
+    raise _refuse(name, ids, "a list of token ids")
+
+
+def _as_allowed(ids: object) -> tuple[Any, ...] | None:
+    if ids is None or (allowed := _as_ids("allowed_token_ids", ids)):
+        return None if ids is None else allowed
+    raise _refuse("allowed_token_ids", ids, "None, or a list of at least one token id")
+
+
+def _as_words(words: object) -> tuple[Any, ...]:
+    if words is None or (isinstance(words, Sequence) and not isinstance(words, str)):
+        each = words or ()
+        return tuple(w if isinstance(w, str) else _as_ids("each of bad_words", w) for w in each)
+    raise _refuse("bad_words", words, "a list of texts or of lists of token ids")
 
 
 def _as_bias(bias: object) -> dict[Any, Any]:
@@ -147,6 +182,8 @@ def _check_lengths(p: SamplingParams) -> None:
     _check_int("n", p.n, 1, MAX_N, f"an integer from 1 to {MAX_N}")
     if p.seed is not None:
         _check_int("seed", p.seed, -(2**63), 2**64 - 1, "an integer of at most 64 bits, or None")
+    if p.truncate_prompt_tokens is not None:
+        _check_int("truncate_prompt_tokens", p.truncate_prompt_tokens, 1, None, "None or from 1")
 
 
 def _check_distribution(p: SamplingParams) -> None:
@@ -173,6 +210,18 @@ def _check_stops(p: SamplingParams) -> None:
             raise _refuse("each of stop", text, "a string that is not empty")
     for token in p.stop_token_ids:
         _check_int("each of stop_token_ids", token, 0, None, "a token id")
+
+
+def _check_forbidden(p: SamplingParams) -> None:
+    for token in p.allowed_token_ids or ():
+        _check_int("each of allowed_token_ids", token, 0, None, "a token id")
+    if len(p.bad_words) > MAX_BAD_WORDS:
+        raise _refuse("bad_words", f"{len(p.bad_words)} words", f"at most {MAX_BAD_WORDS}")
+    for word in p.bad_words:
+        if not word:
+            raise _refuse("each of bad_words", word, "a text or token ids, and not empty")
+        for token in () if isinstance(word, str) else word:
+            _check_int("a token of bad_words", token, 0, None, "a token id")
 
 
 def _check_reports(p: SamplingParams) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,6 +130,31 @@ class TextCodec:
             ) from error
         text: str = rendered[0]
         return text
+
+    def in_tokens(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with bad words as token ids, as the engine takes them.
+
+        Raises:
+            InvalidRequest: `invalid_parameter`: the tokenizer has no tokens for a word.
+        """
+        if all(not isinstance(word, str) for word in params.bad_words):
+            return params
+        words: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words:
+            words.update(dict.fromkeys(self._spellings(word)))
+        return replace(params, bad_words=tuple(words))
+
+    def _spellings(self, word: str | Sequence[int]) -> list[tuple[int, ...]]:
+        """A word's tokens, and those that it has behind a space."""
+        if not isinstance(word, str):
+            return [tuple(word)]
+        texts = [word] if word[0].isspace() else [word, f" {word}"]
+        found = [tuple(self._ids(text, add_special_tokens=False)) for text in texts]
+        if not all(found):
+            raise InvalidRequest(
+                "invalid_parameter", f"the tokenizer has no tokens for {word!r} of bad_words"
+            )
+        return found
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of complete output."""

@@ -47,6 +47,10 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] | None = None
+    """No other token is ever chosen, EOS included; None allows all."""
+    bad_words: Sequence[str | Sequence[int]] = ()
+    """Texts, or lists of token ids: the last token of one is not chosen behind its others."""
     logprobs: int | None = None
     """That many likeliest alternatives with each token; 0: the chosen one only."""
     prompt_logprobs: int | None = None
@@ -55,10 +59,14 @@ class SamplingParams:
     skip_special_tokens: bool = True
     structured_outputs: Mapping[str, Any] | None = None
     """Exactly one of json, regex, choice, grammar."""
+    truncate_prompt_tokens: int | None = None
+    """Keep no more than this many tokens of the prompt, its last ones."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _texts("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "bad_words", _words(self.bad_words))
+        object.__setattr__(self, "allowed_token_ids", _allowed(self.allowed_token_ids))
         _check_lengths(self)
         _check_shape(self)
         _check_penalties(self)
@@ -107,6 +115,21 @@ def _ids(name: str, value: object) -> tuple[int, ...]:
     return tuple(value)
 
 
+def _allowed(value: object) -> tuple[int, ...] | None:
+    allowed = None if value is None else _ids("allowed_token_ids", value)
+    if allowed == ():
+        raise InvalidJob("allowed_token_ids", value, "must hold at least one token id, or be None")
+    return allowed
+
+
+def _words(value: object) -> tuple[str | tuple[int, ...], ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise InvalidJob("bad_words", value, "must be a list of texts or of lists of token ids")
+    if len(value) > 1024 or not all(value):
+        raise InvalidJob("bad_words", value, "must hold at most 1024 words, none of them empty")
+    return tuple(word if is_text(word) else _ids("bad_words", word) for word in value)
+
+
 def _check_lengths(params: SamplingParams) -> None:
     if params.max_tokens is not None:
         way_out = "must lie between 0 and 2**31, or be None for no limit"
@@ -116,6 +139,9 @@ def _check_lengths(params: SamplingParams) -> None:
     _whole("n", params.n, 1, 128, "must lie between 1 and 128")
     if params.seed is not None:
         _whole("seed", params.seed, -(2**63), 2**64 - 1, "must fit in 64 bits, or be None")
+    if params.truncate_prompt_tokens is not None:
+        way_out = "must be 1 or more, or None for the whole prompt"
+        _whole("truncate_prompt_tokens", params.truncate_prompt_tokens, 1, 2**31, way_out)
 
 
 def _check_shape(params: SamplingParams) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from tokenfleet.engine.request import EngineRequest
+from tokenfleet.engine.request import ENGINE_ERROR, EngineRequest
 from tokenfleet.producer.keys import partition_of
 from tokenfleet.producer.protocol import Choice, Event, EventError, JobResult, Timings, Usage
 from tokenfleet.worker.choices import ChoiceState, TextStream
@@ -205,7 +205,8 @@ class Job:
         if self.first_token_at is None and token_ids:
             self.first_token_at = time.monotonic()
         if event.error is not None:
-            self.end(Ending("failed", EventError("engine_error", event.error)))
+            error = EventError(event.error_code or ENGINE_ERROR, event.error)
+            self.end(Ending("failed", error))
         if stop is not None:
             reason = "stop"
         if reason is not None:

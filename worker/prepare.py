@@ -38,6 +38,7 @@ class Codec(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]: ...
+    def in_tokens(self, params: SamplingParams) -> SamplingParams: ...
     def stream(self, params: SamplingParams) -> TextStream: ...
 
 
@@ -93,10 +94,10 @@ class Preparer:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _parts(self, claimed: ClaimedJob) -> tuple[EngineRequest, list[TextStream]]:
-        params = engine_params(claimed)
+        params = self._in_tokens(engine_params(claimed))
         request = EngineRequest(
             id=f"{claimed.id}/{claimed.attempt}",
-            prompt_token_ids=self._prompt_ids(claimed.request),
+            prompt_token_ids=_end_of(self._prompt_ids(claimed.request), params),
             params=params,
             resume=logged_tokens(claimed, params.n),
             ended=frozenset(e.choice for e in claimed.logged if e.finish_reason is not None),
@@ -104,6 +105,15 @@ class Preparer:
             cache_salt=claimed.request.tenant,
         )
         return request, [self.codec.stream(params) for _ in range(params.n)]
+
+    def _in_tokens(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with bad words as token ids."""
+        if not params.bad_words:
+            return params
+        try:
+            return self.codec.in_tokens(params)
+        except InvalidRequest as error:
+            raise BadJob(error.code, str(error)) from error
 
     def _prompt_ids(self, request: JobRequest) -> Sequence[int]:
         if request.adapter is not None:
@@ -122,6 +132,12 @@ class Preparer:
         except Exception as error:
             code = "template_error" if request.messages is not None else "tokenization_error"
             raise BadJob(code, f"{type(error).__name__}: {error}") from error
+
+
+def _end_of(prompt: Sequence[int], params: SamplingParams) -> Sequence[int]:
+    """What is kept of a prompt, and counted as one."""
+    most = params.truncate_prompt_tokens
+    return prompt if most is None else prompt[-most:]
 
 
 def engine_params(claimed: ClaimedJob) -> SamplingParams:

@@ -1,5 +1,5 @@
-"""From hidden states to what a step says of each of its sequences: a token, nothing yet, or that
-the model broke; and the log probabilities that go with it.
+"""From hidden states to what a step says of each of its sequences: a token, nothing yet, that the
+model broke, or that nothing may be chosen; and the log probabilities that go with it.
 
 Nothing here changes what a later step reads, so it may be done again.
 """
@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokenfleet.engine.execution.columns import Columns, Ids
-from tokenfleet.engine.execution.flight import NO_TOKEN, Listing
+from tokenfleet.engine.execution.flight import NO_TOKEN, STUCK, Listing
 from tokenfleet.engine.execution.param_table import ParamTable
 from tokenfleet.engine.execution.prompt_logprobs import prompt_logprobs, wanted
-from tokenfleet.engine.execution.sampler import Sampler
+from tokenfleet.engine.execution.sampler import Sampled, Sampler
 from tokenfleet.engine.execution.transfers import Transfers
 from tokenfleet.engine.scheduling.plan import Chunk
 from tokenfleet.kernels.step import POISONED
@@ -32,7 +32,7 @@ class Drawn:
     """What came out for S chunks."""
 
     verdicts: Tensor
-    """int64 [S]: a token, NO_TOKEN or POISONED."""
+    """int64 [S]: a token, NO_TOKEN, STUCK or POISONED."""
     listings: list[Listing]
     slots: Ids
     """Of the sequences that got a token."""
@@ -73,7 +73,7 @@ class Drawing:
         slots, ends = columns.slots[picks], columns.ends[picks]
         if picks.size == count:
             sampled = self._sampler(logits_of(hidden), slots, ends, last_ids)
-            verdicts = sampled.tokens
+            verdicts = _told(sampled)
             poisoned |= sampled.poisoned
         else:
             verdicts = torch.full((count,), NO_TOKEN, device=self._device)
@@ -82,7 +82,7 @@ class Drawing:
             where = self._transfers.send(picks)
             ids = None if last_ids is None else last_ids[where]
             sampled = self._sampler(logits_of(hidden[where]), slots, ends, ids)
-            verdicts[where] = sampled.tokens
+            verdicts[where] = _told(sampled)
             poisoned[where] |= sampled.poisoned
         listings = [Listing(report, picks[rows]) for rows, report in sampled.reports]
         return Drawn(verdicts.masked_fill(poisoned, POISONED), listings, slots, sampled.tokens)
@@ -108,3 +108,10 @@ class Drawing:
             reports = prompt_logprobs(work[i], rows, logits_of, self._unknown, self._transfers)
             found += [Listing(report, None, i, position) for position, report in reports]
         return found
+
+
+def _told(sampled: Sampled) -> Tensor:
+    """The tokens of rows that could choose one."""
+    if sampled.stuck is None:
+        return sampled.tokens
+    return sampled.tokens.masked_fill(sampled.stuck, STUCK)

@@ -13,12 +13,13 @@ import numpy as np
 from tokenfleet.engine.execution.columns import Columns, Ids
 from tokenfleet.engine.execution.reports import Report, as_dicts
 from tokenfleet.engine.execution.transfers import Wait
-from tokenfleet.engine.request import Logprobs
+from tokenfleet.engine.request import ENGINE_ERROR, NO_TOKEN_ALLOWED, Logprobs
 from tokenfleet.engine.scheduling.plan import Chunk
-from tokenfleet.kernels.step import POISONED
 
 NO_TOKEN = -1
 """What stands in a step's verdicts where no token is due; POISONED where the model broke."""
+STUCK = -3
+"""Where a sequence's own parameters forbid every token."""
 
 
 @dataclass(slots=True)
@@ -30,6 +31,7 @@ class Note:
     """(position, report) of the prompt's own tokens."""
     error: str | None = None
     """Why its sequence cannot go on; its KV must not be kept."""
+    error_code: str = ENGINE_ERROR
 
 
 @dataclass(slots=True)
@@ -78,7 +80,7 @@ class Part:
     error: str | None = None
     listings: tuple[Listing, ...] = ()
     arriving: Wait = list
-    """Verdicts int64 [S] (a token, NO_TOKEN or POISONED), then the listings' tensors."""
+    """Verdicts int64 [S] (a token, NO_TOKEN, STUCK or POISONED), then the listings' tensors."""
 
     def read(self) -> tuple[Ids, dict[int, Note]]:
         """(tokens int64 [S], notes by row), once the device is there."""
@@ -89,9 +91,8 @@ class Part:
         tokens: Ids = verdicts.numpy()
         notes: dict[int, Note] = {}
         if tokens.min() < NO_TOKEN:
-            notes = {
-                row: Note(error=_BROKEN) for row in np.flatnonzero(tokens == POISONED).tolist()
-            }
+            rows_in_error = np.flatnonzero(tokens < NO_TOKEN).tolist()
+            notes = {row: _in_error(int(tokens[row])) for row in rows_in_error}
         for i, listing in enumerate(self.listings):
             _add(notes, listing, as_dicts(listing.report.wanted, rest[4 * i : 4 * i + 4]))
         return np.where(self.columns.samples & (tokens >= 0), tokens, NO_TOKEN), notes
@@ -106,6 +107,16 @@ class Flight:
 
 
 _BROKEN = "the model produced NaN or infinite values for this sequence"
+_STUCK = (
+    "no token may be chosen: structured_outputs, allowed_token_ids, bad_words and min_tokens leave "
+    "none between them; loosen one of them"
+)
+
+
+def _in_error(verdict: int) -> Note:
+    if verdict == STUCK:
+        return Note(error=_STUCK, error_code=NO_TOKEN_ALLOWED)
+    return Note(error=_BROKEN)
 
 
 def _add(notes: dict[int, Note], listing: Listing, reports: list[Logprobs]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenfleet.engine.constraints import Constraint
+from tokenfleet.engine.execution.bad_words import BadWords
 from tokenfleet.engine.execution.columns import Ids
 from tokenfleet.engine.sampling_params import SamplingParams
 from tokenfleet.engine.scheduling.sequence import Sequence
@@ -43,6 +44,8 @@ class ParamTable:
         self.penalised = np.zeros(num_slots, bool)
         self.adjusted = np.zeros(num_slots, bool)
         """Rows with a bias or a minimum length."""
+        self.limited = np.zeros(num_slots, bool)
+        """Rows with allowed tokens or bad words."""
         self.special = np.zeros(num_slots, bool)
         """Rows that ask for more than temperature, top-k, top-p and min-p."""
         self.logprobs = np.full(num_slots, -1, np.int64)
@@ -64,6 +67,9 @@ class ParamTable:
         self.constraint: dict[int, Constraint] = {}
         self._bias: dict[int, tuple[Ids, Floats]] = {}
         self._ending: dict[int, tuple[Ids, Floats]] = {}
+        self._allowed: dict[int, tuple[Ids, Floats]] = {}
+        """No entry for a slot in which all tokens are allowed."""
+        self._words: dict[int, BadWords] = {}
         self._scattered: tuple[bytes, Scattered, Scattered] | None = None
 
     def admit(self, sequence: Sequence) -> None:
@@ -86,12 +92,14 @@ class ParamTable:
         ending = sequence.ending if params.min_tokens else frozenset()
         self._ending[slot] = _as_arrays(dict.fromkeys(ending, 0.0))
         self._scattered = None
+        self._admit_limits(slot, params)
         self.constrained[slot] = sequence.constraint is not None
         if sequence.constraint is not None:
             self.constraint[slot] = sequence.constraint
         self.special[slot] = (
             self.penalised[slot]
             or self.adjusted[slot]
+            or self.limited[slot]
             or self.constrained[slot]
             or self.logprobs[slot] >= 0
         )
@@ -111,6 +119,35 @@ class ParamTable:
             self._scattered = (key, bias, ending)
         return self._scattered[1], self._scattered[2]
 
+    def allowed(self, slots: Ids) -> Scattered:
+        """All tokens of the rows that may choose from a list alone."""
+        some = self._allowed
+        parts = [(row, some[slot]) for row, slot in enumerate(slots.tolist()) if slot in some]
+        return _joined(parts)
+
+    def forbidden(self, slots: Ids, ends: Ids, tokens: NDArray[np.int32]) -> Scattered:
+        """Tokens that would complete a bad word of sequences of `ends` [R] tokens.
+
+        Args:
+            tokens: [num_slots, width], by slot; those of rows with bad words are all known.
+        """
+        parts = []
+        for row, (slot, end) in enumerate(zip(slots.tolist(), ends.tolist(), strict=True)):
+            words = self._words.get(slot)
+            if words is not None:
+                ids = words.next_of(tokens[slot, :end])
+                parts.append((row, (ids, np.zeros(len(ids), np.float32))))
+        return _joined(parts)
+
+    def _admit_limits(self, slot: int, params: SamplingParams) -> None:
+        self.limited[slot] = params.forbids
+        self._allowed.pop(slot, None)
+        self._words.pop(slot, None)
+        if params.allowed_token_ids is not None:
+            self._allowed[slot] = _as_arrays(dict.fromkeys(params.allowed_token_ids, 0.0))
+        if params.bad_words:
+            self._words[slot] = BadWords.of(params.bad_word_ids)
+
     def _admit_draw(self, slot: int, params: SamplingParams) -> None:
         top_k = params.top_k if 0 < params.top_k < self._vocab_size else self._vocab_size
         self.greedy[slot] = params.greedy
@@ -127,7 +164,17 @@ def _as_arrays(entries: Mapping[int, float]) -> tuple[Ids, Floats]:
 
 
 def _gather(of_slot: dict[int, tuple[Ids, Floats]], slots: Ids) -> Scattered:
-    parts = [of_slot[slot] for slot in slots.tolist()]
-    rows = np.repeat(np.arange(len(parts)), [len(ids) for ids, _ in parts])
-    ids = np.concatenate([ids for ids, _ in parts])
-    return Scattered(rows, ids, np.concatenate([values for _, values in parts]))
+    return _joined([(row, of_slot[slot]) for row, slot in enumerate(slots.tolist())])
+
+
+def _joined(parts: list[tuple[int, tuple[Ids, Floats]]]) -> Scattered:
+    """Of rows and their entries."""
+    if not parts:
+        return _NOTHING
+    counts = [len(ids) for _, (ids, _values) in parts]
+    rows = np.repeat(np.array([row for row, _ in parts], np.int64), counts)
+    ids = np.concatenate([ids for _, (ids, _values) in parts])
+    return Scattered(rows, ids, np.concatenate([values for _, (_ids, values) in parts]))
+
+
+_NOTHING = Scattered(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))

@@ -1,8 +1,9 @@
 """Chooses one token for each row of logits, all rows together.
 
-Order: bias and minimum length, penalties, grammar, then temperature, top-k, top-p, min-p and the
-draw. A row that is greedy and asks for nothing costs one argmax. A row with a NaN or an infinite
-logit is reported as poisoned; what it drew means nothing. Nothing here waits for the device.
+Order: allowed tokens and bad words, bias and minimum length, penalties, grammar, then temperature,
+top-k, top-p, min-p and the draw. A row that is greedy and asks for nothing costs one argmax. A row
+with a NaN or an infinite logit is reported as poisoned, one whose parameters leave it no token as
+stuck; what these drew means nothing. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Sampled:
     tokens: Tensor
     """int64 [R]."""
     poisoned: Tensor
-    """bool [R]."""
+    """bool [R]: the model broke."""
+    stuck: Tensor | None
+    """bool [R]: every token is forbidden; None: none was, in any row."""
     reports: list[tuple[Ids, Report]]
     """Rows that asked for log probabilities, and what is listed for them."""
 
@@ -69,14 +72,17 @@ class Sampler:
         if self._plain(slots):
             best, tokens = greedy(logits)  # one pass tells both
             reports = self._reports(logits, tokens, slots, ends, raw_rows, raw)
-            return Sampled(tokens, ~torch.isfinite(best), reports)
+            return Sampled(tokens, ~torch.isfinite(best), None, reports)
         poisoned = ~torch.isfinite(logits.amax(-1))
+        self._limit(logits, slots, ends)
         self._adjust(logits, slots, ends)
         if p.penalised[slots].any():
             self._penalise(logits, slots, ends, newest)
         self._constrain(logits, slots)
         tokens = self._choose(logits, slots, ends)
-        return Sampled(tokens, poisoned, self._reports(logits, tokens, slots, ends, raw_rows, raw))
+        stuck = logits.gather(1, tokens[:, None])[:, 0] == -torch.inf  # then it is so for all
+        reports = self._reports(logits, tokens, slots, ends, raw_rows, raw)
+        return Sampled(tokens, poisoned, stuck, reports)
 
     def forget(self) -> None:
         """Free what is kept between calls."""
@@ -85,7 +91,7 @@ class Sampler:
     def _plain(self, slots: Ids) -> bool:
         """Whether all rows take the best token of what the model said."""
         p = self._params
-        changed = p.adjusted[slots] | p.penalised[slots] | p.constrained[slots]
+        changed = p.adjusted[slots] | p.penalised[slots] | p.constrained[slots] | p.limited[slots]
         return bool((p.greedy[slots] & ~changed).all())
 
     def _choose(self, logits: Tensor, slots: Ids, ends: Ids) -> Tensor:
@@ -111,6 +117,24 @@ class Sampler:
             filtered=bool(p.filtered[slots].any()),
         )
 
+    def _limit(self, logits: Tensor, slots: Ids, ends: Ids) -> None:
+        """Leave some rows nothing but their allowed tokens, and none that completes a bad word."""
+        p = self._params
+        if not p.limited[slots].any():
+            return
+        allowed = p.allowed(slots)
+        if allowed.rows.size:
+            places = self._places(allowed)
+            kept = logits[places]
+            logits.index_fill_(0, self._send(np.unique(allowed.rows)), -torch.inf)
+            logits.index_put_(places, kept)
+        self._forbid(logits, p.forbidden(slots, ends, self._slots.tokens))
+
+    def _forbid(self, logits: Tensor, entries: Scattered) -> None:
+        if entries.rows.size:
+            below = torch.full((), -torch.inf, device=logits.device)
+            logits.index_put_(self._places(entries), below)
+
     def _adjust(self, logits: Tensor, slots: Ids, ends: Ids) -> None:
         """Bias and minimum length, for all rows in two scattered writes."""
         p = self._params
@@ -120,9 +144,7 @@ class Sampler:
         if bias.rows.size:
             logits.index_put_(self._places(bias), self._send(bias.values), accumulate=True)
         short = (ends - p.num_prompt[slots] < p.min_tokens[slots])[ending.rows]
-        if short.any():
-            below = torch.full((), -torch.inf, device=logits.device)
-            logits.index_put_(self._places(ending.where(short)), below)
+        self._forbid(logits, ending.where(short))
 
     def _penalise(self, logits: Tensor, slots: Ids, ends: Ids, newest: Tensor | None) -> None:
         p, send = self._params, self._send

@@ -151,7 +151,7 @@ class Scheduler:
                 left > 0
                 and computed < sequence.num_owned
                 and known < sequence.max_len
-                and sequence.constraint is None
+                and not sequence.looks_back
             ):  # as _plan does it: nearly all sequences, so it has to be quick
                 plan.decodes.append(Chunk(sequence, computed, 1, True))
                 sequence.num_computed, sequence.num_known = known, known + 1

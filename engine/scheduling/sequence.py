@@ -80,6 +80,8 @@ class Sequence:
     """Computed by steps whose result has arrived: KV that others may copy."""
     plain: bool = field(init=False)
     """Whether it asks for tokens and nothing that has to be looked at for each of them."""
+    looks_back: bool = field(init=False)
+    """Whether what it may say next depends on its last token: a grammar, or words of several."""
     num_known: int = field(init=False)
     """Tokens that exist, those that a step in flight samples included."""
     last_step: int = 0
@@ -99,6 +101,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.plain = self.constraint is None and self.params.prompt_logprobs is None
+        words = any(len(word) > 1 for word in self.params.bad_word_ids)
+        self.looks_back = words or self.constraint is not None
         self.num_known = len(self.tokens)
 
     @property
@@ -108,11 +112,11 @@ class Sequence:
 
     @property
     def must_wait(self) -> bool:
-        """Whether its next step depends on a token that is being sampled: the grammar has to see
-        it, or the sequence ends with it."""
+        """Whether its next step depends on a token that is being sampled: it has to be looked at,
+        or the sequence ends with it."""
         if self.num_known == len(self.tokens):
             return False
-        return self.constraint is not None or self.num_known >= self.max_len
+        return self.looks_back or self.num_known >= self.max_len
 
     @property
     def num_output(self) -> int:

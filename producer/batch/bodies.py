@@ -106,6 +106,9 @@ class Body(BaseModel):
     prompt_logprobs: int | None = None
     logprobs_mode: str = "raw"
     structured_outputs: dict[str, Any] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str | list[int]] = Field(default_factory=list)
+    truncate_prompt_tokens: int | None = None
 
 
 class ChatBody(Body):

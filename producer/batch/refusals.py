@@ -31,7 +31,7 @@ CALLERS_FAULT = frozenset(
     {"empty_prompt", "bad_prompt", "prompt_too_long", "token_out_of_range", "invalid_parameter"}
     | {"never_fits", "unsupported", "unsupported_grammar", "no_chat_template", "bad_messages"}
     | {"unknown_adapter", "template_error", "tokenization_error", "undecodable"}
-    | {"report_too_large"}
+    | {"report_too_large", "no_token_allowed"}
 )
 """Codes of failed jobs that the request itself explains: status 400."""
 

@@ -20,7 +20,8 @@ from tokenfleet.producer.sampling_params import SamplingParams
 _SAME_NAME = (
     *("temperature", "top_p", "n", "seed", "presence_penalty", "frequency_penalty", "min_tokens"),
     *("top_k", "min_p", "repetition_penalty", "ignore_eos", "include_stop", "skip_special_tokens"),
-    *("prompt_logprobs", "logprobs_mode"),
+    *("prompt_logprobs", "logprobs_mode", "allowed_token_ids", "bad_words"),
+    "truncate_prompt_tokens",
 )
 
 

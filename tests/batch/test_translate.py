@@ -56,7 +56,8 @@ def test_every_supported_field_reaches_the_job() -> None:
         "repetition_penalty": 1.1, "min_tokens": 1, "stop_token_ids": [9], "ignore_eos": True,
         "include_stop": True,
         "skip_special_tokens": False, "prompt_logprobs": 1, "logprobs_mode": "processed",
-        "metadata": {"a": "b"},
+        "metadata": {"a": "b"}, "allowed_token_ids": [4, 9], "bad_words": ["x", [9, 4]],
+        "truncate_prompt_tokens": 5,
     }  # fmt: skip
     request = chat(**body)
     assert sampling(request) == SamplingParams(
@@ -64,6 +65,7 @@ def test_every_supported_field_reaches_the_job() -> None:
         frequency_penalty=-0.1, logit_bias={12: 3.0}, logprobs=2, top_k=5, min_p=0.1,
         repetition_penalty=1.1, min_tokens=1, stop_token_ids=(9,), ignore_eos=True,
         include_stop=True, skip_special_tokens=False, prompt_logprobs=1, logprobs_mode="processed",
+        allowed_token_ids=(4, 9), bad_words=("x", (9, 4)), truncate_prompt_tokens=5,
     )  # fmt: skip
     assert request.job["metadata"] == {"a": "b"}
     job = JobRequest(**request.job)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from openai import AsyncOpenAI
+import pytest
+from openai import AsyncOpenAI, BadRequestError
 
 from tokenfleet.producer import SamplingParams
 
@@ -56,6 +58,18 @@ async def test_a_real_engine_answers_over_http_as_it_answers_the_client(model_fl
         assert logprobs is not None
         assert logprobs.tokens == [f"token_id:{token}" for token in expected.token_ids]
         assert [len(top) for top in logprobs.top_logprobs or []] == [2] * 12
+        more |= {"allowed_token_ids": [97, 98, 99], "bad_words": [[98, 98], [98, 97]]}
+        limited = await client.completions.create(**asked, extra_body=more)
+        assert len(limited.choices[0].text) == 12
+        assert re.fullmatch("(b?c|a)*b?", limited.choices[0].text)
+        for impossible, code in (
+            ({"bad_words": ["a", "b", "c"]}, "no_token_allowed"),
+            ({"structured_outputs": {"regex": "(?=a)b"}}, "unsupported_grammar"),
+        ):
+            with pytest.raises(BadRequestError) as refused:
+                await client.completions.create(**asked, extra_body={**more, **impossible})
+            assert refused.value.code == code
+        more = {"ignore_eos": True}
         stream = await client.completions.create(**asked, stream=True, extra_body=more)
         assert "".join([chunk.choices[0].text async for chunk in stream]) == expected.text
         chosen = await client.completions.create(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tokenfleet.engine.errors import InvalidRequest
+from tokenfleet.engine.request import ENGINE_ERROR, NO_TOKEN_ALLOWED
 from tokenfleet.producer.client import LOG_TTL_S, RESULT_TTL_S
 from tokenfleet.producer.keys import GROUP, PRIORITIES, Keys
 from tokenfleet.producer.kinds import kind_of
@@ -152,7 +153,8 @@ def test_every_state_reason_and_code_is_on_the_page() -> None:
     worker = "\n".join(path.read_text() for path in (ROOT / "worker").glob("*.py"))
     ours = set(re.findall(r'(?:EventError|BadJob|_fail)\(\s*(?:\w+, )?"(\w+)"', worker))
     ours |= set(re.findall(r'(?:code = |else )"(\w+_error)"', worker))
-    ours |= {"undecodable", "engine_died"} | set(re.findall(r"'(worker_died|undecodable)'", LUA))
+    ours |= {"undecodable", "engine_died", ENGINE_ERROR, NO_TOKEN_ALLOWED}
+    ours |= set(re.findall(r"'(worker_died|undecodable)'", LUA))
     assert names("error code") == ours | refusals - {"duplicate_id", "unknown_id"}
 
 

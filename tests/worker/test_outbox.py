@@ -67,7 +67,9 @@ def test_merged_events_keep_their_logprobs_their_end_and_their_preemptions(
     )
     outbox.put([CoreEvent("a", 0, [2], "stop", [{2: -0.25}])], StepStats(preempted_ids=["c"]), 1)
     step = next(f for f in read_all(theirs, outbox) if f[0] == frames.STEP)
-    assert step[1] == [["a", 0, [1, 2], "stop", [{1: -0.5}, {2: -0.25}], [None, {7: -1.0}], None]]
+    assert step[1] == [
+        ["a", 0, [1, 2], "stop", [{1: -0.5}, {2: -0.25}], [None, {7: -1.0}], None, None]
+    ]
     assert frames.unpack_stats(step[2]).preempted_ids == ["b", "c"]
     assert step[3] == 1
 

@@ -45,6 +45,7 @@ class StepEvent(NamedTuple):
     logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
     error: str | None = None
+    error_code: str | None = None
 
 
 class Refusal(NamedTuple):

@@ -117,4 +117,4 @@ class Outbox:
         if event.logprobs:
             held[4] = [*(held[4] or ()), *event.logprobs]
         held[5] = held[5] or event.prompt_logprobs
-        held[6] = event.error
+        held[6], held[7] = event.error, event.error_code

@@ -92,9 +92,11 @@ class ScriptedEngine:
         *,
         choice: int = 0,
         error: str | None = None,
+        error_code: str | None = None,
     ) -> None:
         """One step that made these tokens for one job."""
-        event = StepEvent(self.requests[job_id].id, choice, tokens, reason, error=error)
+        id = self.requests[job_id].id
+        event = StepEvent(id, choice, tokens, reason, error=error, error_code=error_code)
         self.stepped = True
         self.last_heard = time.monotonic()
         self.say_batch(Batch([event], [], StepStats(), []))

@@ -158,6 +158,33 @@ async def test_an_engine_error_in_one_row_fails_its_job_only(fleet, until) -> No
     assert await fleet.text(bad) == "x"
 
 
+async def test_a_job_that_an_engine_ends_for_its_own_fault_says_so_by_its_code(
+    fleet, until
+) -> None:
+    fleet.worker()
+    bad, broken = await fleet.submit(), await fleet.submit()
+    await until(lambda: fleet.has(broken))
+    fleet.engine.say_tokens(bad, [], "error", error="no such thing", error_code="unsupported")
+    fleet.engine.say_tokens(broken, [], "error", error="NaN")
+    for job, code in ((bad, "unsupported"), (broken, "engine_error")):
+        await until(lambda job=job: fleet.is_(job, "failed"))
+        assert (await fleet.log(job))[-1].error.code == code
+
+
+async def test_bad_words_become_tokens_and_a_cut_prompt_counts_what_is_kept(fleet, until) -> None:
+    fleet.worker()
+    job = await fleet.submit(
+        prompt="hello", sampling={"bad_words": ["no", [5, 6]], "truncate_prompt_tokens": 3}
+    )
+    await until(lambda: fleet.has(job))
+    request = fleet.engine.requests[job]
+    assert bytes(request.prompt_token_ids) == b"llo"
+    assert request.params.bad_words == (tuple(b"no"), tuple(b" no"), (5, 6))
+    fleet.engine.say(job, "ok", "stop")
+    await until(lambda: fleet.is_(job, "finished"))
+    assert (await fleet.result(job)).usage.prompt_tokens == 3
+
+
 async def test_jobs_without_a_seed_get_one_that_every_attempt_shares(fleet, until) -> None:
     first = fleet.worker(grace_s=0)
     job = await fleet.submit()
