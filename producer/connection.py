@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import redis
@@ -25,6 +25,7 @@ from redis.exceptions import (
 )
 
 from tokenfleet.producer.address import CLUSTER, WAY_OUT, Address, parse_address
+from tokenfleet.producer.allowed import check_allowed
 from tokenfleet.producer.checks import check_count, check_seconds
 from tokenfleet.producer.dialing import dial, dial_like, hang_up, look_again
 from tokenfleet.producer.errors import BrokerUnavailable, BrokerUnsupported, InvalidJob
@@ -86,6 +87,8 @@ class Connection:
         self._line: Line | None = None
         """Of the scripts that run often, or that somebody waits for."""
         self._checked = False
+        self._allowed: set[tuple[str, int]] = set()
+        """Scripts that may be run whole, by partition; asked again after trouble."""
         self._door = Door()
         self._turns: dict[str, Turns] = {}
         """Of calls, by the server that they go to; of those that wait there, by `_WAITING`."""
@@ -104,6 +107,7 @@ class Connection:
         if self._client is None or self._pid != os.getpid():
             self._door, self._turns, self._line = Door(), {}, None
             self._client, self._pid, self._checked = self._make(), os.getpid(), False
+            self._allowed.clear()
         return self._client
 
     def _make(self) -> Any:
@@ -141,12 +145,30 @@ class Connection:
 
         async def once() -> Any:
             executor = self._kept() if often else self.client
+            if (script.name, partition) not in self._allowed:
+                await self._check_allowed(executor, [script], partition, (keys or [prefix])[0])
             return await script.run(executor, keys, [prefix, self.announce, *args])
 
         try:
             return await self._persist(once, patience_s, server=self._server_of(partition))
         except ResponseError as error:
             raise await self._blamed(error, prefix, keys) from error
+
+    async def check_allowed(self, scripts: Sequence[Script], partition: int, key: str) -> None:
+        """Raises BrokerUnsupported, with what is missing, where the user may not run the scripts to
+        their end. `run` asks the same before the first time of each."""
+
+        async def once() -> None:
+            await self._check_allowed(self.client, scripts, partition, key)
+
+        await self._persist(once, self.connect_timeout_s, server=self._server_of(partition))
+
+    async def _check_allowed(
+        self, executor: Executor, scripts: Sequence[Script], partition: int, key: str
+    ) -> None:
+        prefix = self.keys(partition).prefix
+        await check_allowed(executor, scripts, prefix, self.announce, key)
+        self._allowed |= {(script.name, partition) for script in scripts}
 
     def _kept(self) -> Executor:
         client: Executor = self.client
@@ -272,6 +294,7 @@ class Connection:
         meaning = meaning_of(error, self.describe(), self._doubt())
         if meaning is error:
             raise error
+        self._allowed.clear()  # rights may have changed, or the server that we speak to
         if meaning is not None:
             raise meaning from error
         self._check_open()

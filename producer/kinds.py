@@ -42,6 +42,13 @@ def kind_of(key: str) -> str | None:
     return _KINDS.get(what)
 
 
+def samples(prefix: str, kind: str | None) -> list[str]:
+    """A key for every sort of key of this type in a partition; None: of any type."""
+    names = [name for name, found in _KINDS.items() if kind in (None, found)]
+    names += [f"tenant:t:{name}" for name, found in _OF_A_TENANT.items() if kind in (None, found)]
+    return [f"{prefix}:{name}" if name in _SHARED else f"{prefix}:{name}:x" for name in names]
+
+
 def around(keys: Iterable[str]) -> list[str]:
     """The keys given, and those that scripts build from them: of the same queues and partition."""
     found: dict[str, None] = {}

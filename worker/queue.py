@@ -31,19 +31,25 @@ from tokenfleet.worker.claims import (
     text,
     together,
 )
-from tokenfleet.worker.groups import Groups
-from tokenfleet.worker.job_log import PATIENCE_S, JobLog
+from tokenfleet.worker.groups import HEARTBEAT, Groups
+from tokenfleet.worker.job_log import ADOPT, EMIT, FINISH, PATIENCE_S, JobLog
 from tokenfleet.worker.partitions import PartitionSilent, Silences, look
 from tokenfleet.worker.priorities import ClassOrder
-from tokenfleet.worker.rescue import Rescue
+from tokenfleet.worker.rescue import PHANTOMS, RECLAIM, REPAIR, Rescue
 from tokenfleet.worker.swapping import Hold, unheld
-from tokenfleet.worker.taker import Taker
+from tokenfleet.worker.taker import CLAIM, PEEK, SWAP, Taker
 
 __all__ = ["ClaimedJob", "Emission", "EmitOutcome", "Entries", "JobQueue", "LogBehind"]
 
 RENEW, RELEASE, FAIL = (
     load("tokenfleet.worker.lua", name) for name in ("renew", "release", "fail")
 )
+
+_SCRIPTS = (
+    *(CLAIM, SWAP, PEEK, EMIT, FINISH, ADOPT, RENEW, RELEASE, FAIL),
+    *(RECLAIM, PHANTOMS, REPAIR, HEARTBEAT),
+)
+"""What a worker that serves will run, sooner or later."""
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 60.0
 
@@ -110,8 +116,13 @@ class JobQueue:
     async def ensure(self) -> list[str]:
         """Redis is usable and the groups exist. Returns warnings about how it is set up."""
         await self._connection.ready()
+        await together([self._check_allowed(partition) for partition in self._partitions()])
         problems = await self._groups.ensure(self._all_streams())
         return problems + await self._groups.policy_warnings()
+
+    async def _check_allowed(self, partition: int) -> None:
+        workers = self._connection.keys(partition).workers
+        await self._connection.check_allowed(_SCRIPTS, partition, workers)
 
     async def claim(self, count: int) -> list[ClaimedJob]:
         """Take up to `count` waiting jobs. Never repeated; a lost reply leaves phantoms.
