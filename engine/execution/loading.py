@@ -33,7 +33,7 @@ from tokenfleet.engine.execution.placement import (
     pick_max_len,
     pick_overlap,
 )
-from tokenfleet.engine.execution.profiling import run_largest_step
+from tokenfleet.engine.execution.profiling import run_largest_step, run_other_steps
 from tokenfleet.engine.execution.runner import Runner
 from tokenfleet.engine.execution.weights import NewWeights, WeightUpdate
 from tokenfleet.engine.model.decoder import Decoder
@@ -204,6 +204,7 @@ def pick_num_blocks(
         step = partial(run_largest_step, decoder, config, block_size, max_len)
         with refusing("the largest step was tried, before there were KV blocks,"):
             room = cuda_room(config, probe, step, num_graphs)
+            run_other_steps(decoder, config, block_size, max_len)
     per_block = decoder.kv_bytes_per_block(block_size)
     return fitting_blocks(config, room, per_block=per_block, block_size=block_size, max_len=max_len)
 

@@ -60,18 +60,21 @@ UNEVEN_CHUNK_TILES = {
     (90, 128, 1): Tiles(128, 64, 8, 2),
 }
 SMALL_CHUNK_TILES = {
-    # for chunks of at most SMALL_CHUNK_ROWS rows, all heads of a KV head together
+    # for chunks of at most SMALL_CHUNK_ROWS rows, all heads of a KV head together, and for steps
+    # of which tiles of CHUNK_ROWS would leave multiprocessors without work
     (80, 64): Tiles(64, 32, 8, 2),
     (80, 128): Tiles(64, 32, 8, 2),
     (80, 256): Tiles(32, 32, 8, 2),
     (90, 64): Tiles(64, 64, 4, 2),
     (90, 128): Tiles(64, 64, 4, 2),
-    (90, 256): Tiles(64, 32, 4, 2),
+    (90, 256): Tiles(64, 32, 8, 2),
     (100, 64): Tiles(64, 64, 4, 2),
     (100, 128): Tiles(64, 64, 4, 2),
     (100, 256): Tiles(64, 32, 8, 2),
 }
 SMALL_CHUNK_ROWS = 64
+CHUNK_ROWS = 128
+"""Of most of the larger tiles."""
 DECODE_TILES = {
     # bytes in flight decide: a tile of keys and one of values in every stage
     (80, 64): Tiles(16, 128, 4, 3),
@@ -87,9 +90,15 @@ DECODE_TILES = {
 
 
 def pick_tiles(
-    gpu: Gpu, dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, group: int, max_query_len: int
-) -> Tiles:
-    """The launch of one step. A tile has room for at least one token's heads."""
+    gpu: Gpu, dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, group: int, max_query_len: int,
+    all_rows: int,
+) -> Tiles:  # fmt: skip
+    """The launch of one step. A tile has room for at least one token's heads.
+
+    all_rows: of all tokens and query heads. Where they are few, most tiles are those of decodes
+    beside a chunk, with `group` rows each: smaller tiles waste less on them, and make more programs
+    of the chunk.
+    """
     least = max(16, triton.next_power_of_2(group))
     padded = min(256, max(64, triton.next_power_of_2(dim)))
     if dtype == torch.float32:  # not for speed: products of three tf32 parts
@@ -99,7 +108,7 @@ def pick_tiles(
     uneven = UNEVEN_CHUNK_TILES.get((*key, kv_dtype.itemsize)) if odd else None
     if rows <= least:
         tiles = DECODE_TILES[key]
-    elif rows <= SMALL_CHUNK_ROWS:
+    elif rows <= SMALL_CHUNK_ROWS or all_rows < CHUNK_ROWS * gpu.num_sms:
         tiles = SMALL_CHUNK_TILES[key]
     elif uneven is not None:
         tiles = uneven

@@ -40,7 +40,11 @@ def examples(device: torch.device) -> Iterator[Example]:
         yield Example(f"copy_blocks 32x8x16x128 {dtype}", run, moved_bytes=moved, common=common)
 
 
-@triton.jit(do_not_specialize_on_alignment=["sources", "targets"])
+@triton.jit(
+    # of a single pair the strides may be anything
+    do_not_specialize=["source_stride", "target_stride"],
+    do_not_specialize_on_alignment=["sources", "targets"],
+)
 def _copy(
     k, v, sources, targets, k_stride, v_stride, source_stride, target_stride,
     VALUES: tl.constexpr, TILE: tl.constexpr,

@@ -47,7 +47,7 @@ def paged_attention(
     if q.stride(2) != 1:
         q = q.contiguous()
     gpu, group = gpu_of(q.device), Hq // Hkv
-    tiles = pick_tiles(gpu, q.dtype, pool.k.dtype, D, group, batch.max_query_len)
+    tiles = pick_tiles(gpu, q.dtype, pool.k.dtype, D, group, batch.max_query_len, T * Hq)
     tokens = max(1, tiles.m // group)
     one_token = batch.max_query_len <= 1 and batch.num_sequences == T
     rows = T if one_token else T // tokens + batch.num_sequences + 1
@@ -150,7 +150,8 @@ def examples(device: torch.device) -> Iterator[Example]:
         _Case("decode 1x4096 32/8x128", 32, 8, 128, (1,), 4096),
         _Case("decode 32x4096 32/8x128 fp8 KV", 32, 8, 128, ones, 4096, kv_dtype=fp8),
         _Case("prompt 8192 32/8x128", 32, 8, 128, (8192,), 8192),
-        _Case("prompt 2048 8/4x256 limits", 8, 4, 256, (2048,), 2048, limits=True),
+        _Case("prompt 4096 8/4x256 limits", 8, 4, 256, (4096,), 4096, limits=True),
+        _Case("mixed 64+256 32/8x128", 32, 8, 128, (1,) * 64 + (256,), 2048),
         _Case("prompt 2048 28/4x128", 28, 4, 128, (2048,), 2048),
         _Case("prompt 2048 28/4x128 fp8 KV", 28, 4, 128, (2048,), 2048, kv_dtype=fp8, common=False),
     ]

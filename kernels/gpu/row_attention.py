@@ -39,7 +39,7 @@ def row_attention(
     """See row_attention.py."""
     Hkv, block_size, D = pool.k.shape[1:]
     gpu, group, rot_dim = gpu_of(qkv.device), heads // Hkv, cos_sin.shape[1]
-    tiles = pick_tiles(gpu, qkv.dtype, pool.k.dtype, D, group, 1)
+    tiles = pick_tiles(gpu, qkv.dtype, pool.k.dtype, D, group, 1, heads)
     splits = pick_splits(gpu, Hkv, batch.max_kv_len, window, tiles.n)
     out = torch.empty((1, heads, D), dtype=qkv.dtype, device=qkv.device)
     parts, weights = (None, None) if splits == 1 else empty_parts(out, splits)

@@ -25,7 +25,7 @@ from device_tests import most_processes
 from tokenfleet.engine.config import EngineConfig
 from tokenfleet.engine.execution.buckets import decode_buckets, mixed_buckets
 from tokenfleet.engine.execution.graphs import DeviceTables, StepGraphs
-from tokenfleet.engine.execution.profiling import run_largest_step
+from tokenfleet.engine.execution.profiling import run_largest_step, run_other_steps
 from tokenfleet.engine.model import one_row
 from tokenfleet.engine.model.decoder import Decoder
 from tokenfleet.engine.model.families import read_spec
@@ -34,7 +34,6 @@ from tokenfleet.engine.model.tensor_source import RandomTensors
 from tokenfleet.kernels.gpu import registry
 from tokenfleet.kernels.gpu.launch import EARLY, TARGETS, Gpu, Launch, gpu_of, recording
 from tokenfleet.kernels.paged_attention import AttentionBatch
-from tokenfleet.kernels.token_pool import gather_tokens, scatter_tokens
 
 EARLY_PROCESSES = 2
 """Of all, those that compile the kernels that begin early: two for each model."""
@@ -115,6 +114,7 @@ def _steps(
     for most in sorted({1, seqs}):
         limits = EngineConfig(".", max_num_seqs=most, max_num_batched_tokens=budget)
         run_largest_step(decoder, limits, 16, max_len)
+        run_other_steps(decoder, limits, 16, max_len)
         _captured(decoder, most, budget, max_len)
     one_row.Switch.on = False
     _captured(decoder, 1, 1, max_len)
@@ -136,9 +136,6 @@ def _captured(decoder: Decoder, seqs: int, budget: int, max_len: int) -> None:
 def _launched(decoder: Decoder, tokens: int, max_len: int) -> None:
     """A step of one chunk that no graph was captured for, and steps of one token each."""
     ids = torch.zeros(tokens, dtype=torch.int64, device=META)
-    pool = torch.zeros(129, dtype=torch.int64, device=META)
-    gather_tokens(ids, pool, ids, ids.bool())
-    scatter_tokens(ids[:3], pool, ids[:3])
     for count, decodes in ((tokens, 0), (1, 1), (32, 32)):
         sequences = max(1, decodes)
         rows = torch.zeros(sequences + 1, dtype=torch.int32, device=META)

@@ -10,6 +10,9 @@ from tokenfleet.engine import EngineConfig, EngineCore, EngineRequest
 from tokenfleet.engine.execution.capture import RecordedCapture
 from tokenfleet.engine.execution.loading import load_model
 from tokenfleet.engine.model import decoder
+from tokenfleet.engine.model.families import read_spec
+from tokenfleet.engine.model.loader import Loader
+from tokenfleet.engine.model.tensor_source import RandomTensors
 from tokenfleet.kernels import backend
 
 
@@ -42,6 +45,31 @@ def token_by_token(q, pool, batch, *, scale, window=None, softcap=None):
     weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
     weights = weights.masked_fill(~seen[:, None], 0.0)
     return (weights[..., None] * values.masked_fill(~seen[:, None, :, None], 0.0)).sum(2)
+
+
+class Blank(RandomTensors):
+    """Tensors of the right shape."""
+
+    def __init__(self):
+        pass
+
+    def __contains__(self, name):
+        return not name.endswith("_scale")
+
+    def take(self, name, shape, dtypes=()):
+        return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+
+@pytest.fixture
+def blank_decoder(tiny_random) -> Callable[..., decoder.Decoder]:
+    """blank_decoder(family, quantization, kv_dtype) -> a small decoder in bf16 without data."""
+
+    def make(family, quantization=None, kv_dtype=None):
+        spec = read_spec(tiny_random(family), max_model_len=None)
+        device = torch.device("meta")
+        return Loader(Blank(), spec, torch.bfloat16, device, quantization, kv_dtype).decoder()
+
+    return make
 
 
 @pytest.fixture

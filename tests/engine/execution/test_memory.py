@@ -107,7 +107,7 @@ def test_the_profiling_run_is_a_step_as_large_as_any(tiny_random, make_core):
     )
     config = EngineConfig(".", max_num_seqs=5, max_num_batched_tokens=30)
     pick_num_blocks(config, decoder, 4, 64, card, 3)
-    assert seen == [30]
+    assert seen[0] == max(seen) == 30  # those after it are small, to have their kernels compiled
     assert card.calls == ["total", "step", "free"]
 
 

@@ -5,28 +5,12 @@ import torch
 
 from tokenfleet.engine.execution.buckets import decode_buckets, mixed_buckets
 from tokenfleet.engine.execution.graphs import DeviceTables, StepGraphs
-from tokenfleet.engine.model.families import read_spec
-from tokenfleet.engine.model.loader import Loader
-from tokenfleet.engine.model.tensor_source import RandomTensors
 from tokenfleet.kernels import backend
 from tokenfleet.kernels.fp8 import FP8
 
 pytest.importorskip("triton", reason="the launches are those of Triton kernels")
 
 DEVICE = torch.device("meta")
-
-
-class Blank(RandomTensors):
-    """Tensors of the right shape."""
-
-    def __init__(self):
-        pass
-
-    def __contains__(self, name):
-        return not name.endswith("_scale")
-
-    def take(self, name, shape, dtypes=()):
-        return torch.empty(*shape, dtype=torch.bfloat16, device=DEVICE)
 
 
 class NoTransfers:
@@ -56,10 +40,11 @@ class Watched:
     ("family", "quantization", "kv_dtype"),
     [("llama", None, None), ("qwen3", "fp8", FP8), ("gemma3_text", "fp8_block", None)],
 )
-def test_every_bucket_is_captured_without_a_host_read(family, quantization, kv_dtype, tiny_random):
+def test_every_bucket_is_captured_without_a_host_read(
+    family, quantization, kv_dtype, blank_decoder
+):
     from tokenfleet.kernels.gpu.launch import TARGETS, recording
 
-    spec = read_spec(tiny_random(family), max_model_len=None)
     buckets = decode_buckets(5) + mixed_buckets(40, 5)
     capture = Watched()
     with (
@@ -67,7 +52,7 @@ def test_every_bucket_is_captured_without_a_host_read(family, quantization, kv_d
         torch.inference_mode(),
         recording(TARGETS[90]) as launches,
     ):
-        decoder = Loader(Blank(), spec, torch.bfloat16, DEVICE, quantization, kv_dtype).decoder()
+        decoder = blank_decoder(family, quantization, kv_dtype)
         launches.clear()
         StepGraphs(
             decoder,

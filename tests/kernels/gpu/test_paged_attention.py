@@ -248,7 +248,21 @@ def test_the_launch_depends_on_nothing_that_a_captured_graph_could_not_keep():
     """It is made from meta tensors, which have no values; and few binaries serve all sizes."""
     assert plan([1] * 8, 4096)[0].grid == (8, 8, 4)
     assert plan([1] * 8, 4096)[0].key() == plan([1] * 15, 4096)[0].key()
-    assert plan([512], 512)[0].key() == plan([1, 1, 800], 800)[0].key()
+    assert plan([600], 600)[0].key() == plan([1, 1, 800], 800)[0].key()
+
+
+@pytest.mark.parametrize(("chunk", "height"), [(40, 64), (256, 64), (380, 64), (500, 128)])
+def test_steps_of_few_tokens_take_smaller_tiles_whatever_their_longest_chunk(chunk, height):
+    """Of 128 rows there would be fewer programs than multiprocessors, and decodes would fill 4."""
+    assert plan([1] * 128 + [chunk], 8192)[0].constants["TILE_M"] == height
+
+
+def test_keys_are_split_among_small_tiles_only():
+    """The split form of the large ones does not fit into registers."""
+    for kv_heads in (1, 2, 8, 32):
+        for tokens in range(2, 6000, 97):
+            launch = plan([tokens], 1 << 17, kv_heads=kv_heads)[0]
+            assert launch.grid[2] == 1 or launch.constants["TILE_M"] <= 64
 
 
 def test_a_tile_holds_the_heads_of_at_least_one_token():
@@ -256,6 +270,6 @@ def test_a_tile_holds_the_heads_of_at_least_one_token():
         for length in (1, 2, 7, 300):
             for dim in (64, 80, 256):
                 dtypes = torch.bfloat16, torch.bfloat16
-                tiles = gpu.pick_tiles(TARGETS[90], *dtypes, dim, group, length)
+                tiles = gpu.pick_tiles(TARGETS[90], *dtypes, dim, group, length, 8 * group * length)
                 assert tiles.m >= group
                 assert tiles.m & (tiles.m - 1) == 0
