@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tokenfleet.worker.engine_link import engine_host
+from tokenfleet.engine import EngineConfig
+from tokenfleet.engine.request import EngineRequest
+from tokenfleet.worker.engine_link import engine_host, faults
 from tokenfleet.worker.engine_link.engine_host import EngineHost
-from tokenfleet.worker.engine_link.engine_spawn import longest_wait, waits_of
+from tokenfleet.worker.engine_link.engine_process import EngineHandle
+from tokenfleet.worker.engine_link.engine_spawn import (
+    TELL_WHERE,
+    longest_wait,
+    states_of,
+    waits_of,
+)
 
 LIMIT_S = 0.02
 BEGAN = 1000.0
@@ -30,6 +40,8 @@ class Watched:
 
     def __init__(self) -> None:
         self.killed = asyncio.Event()
+        self.asked = 0
+        """How often it was to say where it is."""
         self.looks = 0
         self._passes_s: list[float] = []
         self._now = BEGAN
@@ -37,6 +49,10 @@ class Watched:
     async def kill(self) -> int:
         self.killed.set()
         return -9
+
+    def tell_where(self) -> None:
+        assert not self.killed.is_set()
+        self.asked += 1
 
     def clock(self) -> float:
         """Each look at it, two of which come with each tick, takes what the test says, or none."""
@@ -75,6 +91,18 @@ async def watched(passes: Callable[[], list[float]]) -> AsyncIterator[Watched]:
 async def test_an_engine_that_is_silent_for_the_limit_is_killed():
     async with watched(lambda: [LIMIT_S / 4] * 5) as engine:
         await engine.killed.wait()
+        assert engine.asked == 2  # half way, and before its end
+
+
+async def test_a_silent_engine_is_asked_once_where_it_is_and_again_after_it_has_spoken():
+    async with watched(lambda: [LIMIT_S / 4] * 4) as engine:
+        await engine.looked_at(6)
+        assert engine.asked == 1
+        engine.passes(*[LIMIT_S / 4] * 4)
+        engine.last_heard = engine.clock()
+        await engine.looked_at(6)
+        assert engine.asked == 2
+        assert not engine.killed.is_set()
 
 
 async def test_time_in_which_the_worker_itself_stood_still_is_no_silence_of_its_engine():
@@ -122,3 +150,46 @@ def test_a_thread_that_waits_for_a_processor_is_seen_and_one_that_sleeps_is_not(
             assert process.stdout is not None
             process.stdout.close()
     assert waits_of(both[0].pid) == waits_of(None) == {}
+
+
+@pytest.mark.parametrize("hangs_at", ["start", "step"])
+async def test_an_engine_says_in_which_of_our_lines_each_of_its_threads_is(capfd, hangs_at):
+    engine = EngineHandle(
+        EngineConfig(model=Path("none")), {"simulated_step_s": 0.0, "fault": f"hang@{hangs_at}:1"}
+    )
+    starting = asyncio.create_task(engine.start())
+    if hangs_at == "step":
+        await starting
+        engine.add(EngineRequest(id="a", prompt_token_ids=[1]))
+        engine.flush()
+    said = ""
+    while "_suffer" not in said:  # it hangs as soon as it gets there
+        await asyncio.sleep(0.01)
+        if hangs_at == "step" or registered(engine.pid):
+            engine.tell_where()
+        said += capfd.readouterr().err
+    assert f'File "{faults.__file__}", line' in said
+    if hangs_at == "step":
+        assert "in _step" in said
+    states = states_of(engine.pid)
+    assert all(state[0] in "SR" for state in states)
+    starting.cancel()
+    await engine.kill()
+    assert states_of(engine.pid) == {}
+
+
+def registered(pid: int | None) -> bool:
+    """Whether a process handles the signal."""
+    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    assert caught is not None
+    return bool(int(caught[1], 16) >> (TELL_WHERE - 1) & 1)
+
+
+async def test_an_engine_that_dies_of_a_signal_says_where(capfd):
+    engine = EngineHandle(EngineConfig(model=Path("none")), {"simulated_step_s": 0.0})
+    await engine.start()
+    assert engine.pid is not None
+    os.kill(engine.pid, signal.SIGSEGV)
+    assert [batch async for batch in engine.batches()] == []
+    assert await engine.cause_of_death() == "killed by SIGSEGV"
+    assert "engine_child.py" in capfd.readouterr().err

@@ -8,6 +8,7 @@ it when the parent dies, and a closed socket ends it.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import os
 import selectors
@@ -24,6 +25,7 @@ from tokenfleet.engine.errors import EngineError, InvalidRequest
 from tokenfleet.engine.request import CoreEvent, EngineRequest
 from tokenfleet.engine.stats import StepStats
 from tokenfleet.worker.engine_link import frames
+from tokenfleet.worker.engine_link.engine_spawn import TELL_WHERE
 from tokenfleet.worker.engine_link.faults import Faults
 from tokenfleet.worker.engine_link.outbox import Outbox
 from tokenfleet.worker.engine_link.step_log import StepLog
@@ -148,6 +150,7 @@ class EngineLoop:
 def main(fd: int, parent_pid: int) -> int:
     """Serve one worker over the inherited socket `fd`; returns the exit code."""
     started = time.monotonic()
+    tell_where()
     _follow_parent(parent_pid)
     sock = socket.socket(fileno=fd)
     first = _read_first(sock)
@@ -203,6 +206,13 @@ def _make_core(
         "imports_s": before - started,
         "model_s": loaded - before,
     }
+
+
+def tell_where() -> None:
+    """Write where every thread is to the error output, on the signal that asks for it and on one
+    that ends this process. Code of other languages that does not return holds neither up."""
+    faulthandler.enable()
+    faulthandler.register(TELL_WHERE, all_threads=True)
 
 
 def _follow_parent(parent_pid: int) -> None:

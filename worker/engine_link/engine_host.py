@@ -17,7 +17,7 @@ import structlog
 from tokenfleet.engine.errors import EngineError
 from tokenfleet.worker.dispatch import Dispatcher
 from tokenfleet.worker.engine_link.engine_process import EngineHandle, EngineInfo, EngineStartFailed
-from tokenfleet.worker.engine_link.engine_spawn import longest_wait, waits_of
+from tokenfleet.worker.engine_link.engine_spawn import longest_wait, states_of, waits_of
 from tokenfleet.worker.observing.telemetry import Telemetry
 from tokenfleet.worker.roster import Roster
 
@@ -25,6 +25,8 @@ MAX_DEATHS = 5
 FIRST_BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 10.0
 MOST_LIMITS = 4
+TELL_S = 0.2
+"""How long an engine that is about to be killed may take to say where it is."""
 
 log = structlog.get_logger()
 
@@ -123,7 +125,7 @@ class EngineHost:
         except (EngineStartFailed, OSError) as error:  # OSError: no process, no memory
             self._deaths += 1
             if limit.expired():
-                await handle.kill()
+                await self._end_silent(handle)
                 return (
                     f"it was not ready after {self._start_limit_s:g} s; if loading takes longer, "
                     "raise engine_start_timeout_s"
@@ -155,10 +157,12 @@ class EngineHost:
         Counted is time in which this process looked as often as it meant to, and in which no thread
         of the engine waited for a processor: a machine that has no time for the two is no fault of
         the engine, and what it said meanwhile may be waiting to be read. But no silence lasts
-        longer than MOST_LIMITS times the limit.
+        longer than MOST_LIMITS times the limit. After half of it, and before the end, the engine
+        writes where it is: two looks tell what stands still from what is slow.
         """
         tick_s = self._step_limit_s / 4
         silent_s = total_s = heard = 0.0
+        asked = False
         waits = waits_of(handle.pid)
         while True:
             looked = self._clock()
@@ -169,11 +173,27 @@ class EngineHost:
                 continue
             heard, before = max(since, handle.last_heard), heard
             if heard != before:
-                silent_s = total_s = 0.0
-            passed_s = min(self._clock() - max(looked, heard), tick_s)
+                silent_s, total_s, asked = 0.0, 0.0, False
+            now = self._clock()
+            passed_s = min(now - max(looked, heard), tick_s)
             total_s += passed_s
             silent_s += max(0.0, passed_s - longest_wait(waited, waits))
             if silent_s > self._step_limit_s or total_s > MOST_LIMITS * self._step_limit_s:
-                log.error("engine_hangs", silent_s=round(self._clock() - heard, 1))
-                await handle.kill()
+                log.error("engine_hangs", **_looks(handle, now - heard))
+                await self._end_silent(handle)
                 return
+            if total_s > self._step_limit_s / 2 and not asked:
+                asked = True
+                log.warning("engine_silent", **_looks(handle, now - heard))
+                handle.tell_where()
+
+    async def _end_silent(self, handle: EngineHandle) -> None:
+        """Kill an engine once it has said where it is."""
+        handle.tell_where()
+        await asyncio.sleep(TELL_S)
+        await handle.kill()
+
+
+def _looks(handle: EngineHandle, silent_s: float) -> dict[str, object]:
+    """What can be seen of a silent engine from outside."""
+    return {"silent_s": round(silent_s, 1), "threads": states_of(handle.pid)}

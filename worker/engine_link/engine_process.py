@@ -136,6 +136,11 @@ class EngineHandle:
         """Stop a request or one of its choices; unknown ids are ignored over there."""
         self._send(frames.ABORT, id, choice)
 
+    def tell_where(self) -> None:
+        """Let the child write to its error output where each of its threads is."""
+        if self._child is not None:
+            self._child.tell_where()
+
     async def batches(self) -> AsyncIterator[Batch]:
         """What the engine says, until it is gone; see `cause_of_death` then."""
         while found := await self._read_frames():

@@ -9,14 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 POLL_S = 0.01
 EXIT_PATIENCE_S = 2.0
+TELL_WHERE = signal.SIGUSR1
+"""Lets a child write where its threads are; one that has not come to its first line dies of it."""
 
 
 class SpawnedEngine:
@@ -55,6 +59,10 @@ class SpawnedEngine:
         """Its process id."""
         return self._process.pid
 
+    def tell_where(self) -> None:
+        """Let it write where each of its threads is."""
+        self._process.send_signal(TELL_WHERE)
+
     async def exit_code(self, timeout_s: float) -> int | None:
         """Its exit code (negative: a signal) once it has ended; None when it has not in time."""
         until = time.monotonic() + timeout_s
@@ -82,6 +90,18 @@ def waits_of(pid: int | None) -> dict[str, float]:
         with contextlib.suppress(OSError, ValueError, IndexError):  # it has just ended
             found[file.parent.name] = int(file.read_text().split()[1]) / 1e9
     return found
+
+
+def states_of(pid: int | None) -> dict[str, int]:
+    """What a process's threads are doing, as the system sees it, and how many do it: R runs or
+    waits for a processor, S sleeps, D waits for a device, and in which function of the kernel."""
+    found: Counter[str] = Counter()
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(OSError, IndexError):  # it has just ended
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+            place = (task / "wchan").read_text()
+            found[f"{state} {place}" if place not in ("", "0") else state] += 1
+    return dict(found)
 
 
 def longest_wait(before: dict[str, float], after: dict[str, float]) -> float:

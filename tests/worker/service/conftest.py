@@ -123,6 +123,9 @@ class ScriptedEngine:
     async def stop(self) -> None:
         self.die("stopped")
 
+    def tell_where(self) -> None:
+        """It has no threads to tell of."""
+
     async def kill(self) -> int:
         self.die("killed by SIGKILL")
         return -9
