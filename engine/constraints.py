@@ -107,19 +107,18 @@ class ConstraintCompiler:
         )
 
 
-def allowed_tokens(constraints: Sequence[Constraint], vocab_size: int) -> NDArray[np.bool_]:
-    """Which tokens each of R constraints allows next, bool [R, vocab_size]."""
+def allowed_words(constraints: Sequence[Constraint]) -> NDArray[np.int32]:
+    """Which tokens each of R constraints allows next, int32 [R, W]: bit v % 32 of word v // 32 is
+    token v's, and those behind the vocabulary are 0."""
     from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
     width = constraints[0].vocab_size
-    words = allocate_token_bitmask(len(constraints), width)
+    words: NDArray[np.int32] = allocate_token_bitmask(len(constraints), width)
     matchers = [(constraint.matcher, row) for row, constraint in enumerate(constraints)]
     fill_next_token_bitmask_par(_executor(), matchers, words)
-    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
-    allowed = np.zeros((len(constraints), vocab_size), bool)
-    common = min(width, vocab_size)
-    allowed[:, :common] = bits[:, :common]
-    return allowed
+    if width % 32:
+        words[:, width // 32] &= (1 << width % 32) - 1
+    return words
 
 
 @cache

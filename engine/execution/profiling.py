@@ -16,6 +16,7 @@ from tokenfleet.engine.model.decoder import Decoder
 from tokenfleet.kernels.block_copy import copy_blocks
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool
 from tokenfleet.kernels.sampling import PenaltyRows, SamplingRows, greedy, penalise, sample
+from tokenfleet.kernels.token_mask import allow_only
 from tokenfleet.kernels.token_pool import gather_tokens, scatter_tokens
 
 CHUNKS = (2, 8, 24, 64, 256, 1024)
@@ -59,7 +60,8 @@ def run_largest_step(decoder: Decoder, config: EngineConfig, block_size: int, ma
 @torch.inference_mode()
 def run_other_steps(decoder: Decoder, config: EngineConfig, block_size: int, max_len: int) -> None:
     """A chunk of each length for which kernels may differ, alone in a step; decodes alone; keys few
-    and many. And what goes with steps: tokens on the device are read and written, a block copied.
+    and many. And what goes with steps: tokens on the device are read and written, a block copied, a
+    grammar obeyed.
     """
     device, pools = decoder.device, _one_block(decoder, block_size)
     for count in (length for length in CHUNKS if length <= config.max_num_batched_tokens):
@@ -74,6 +76,9 @@ def run_other_steps(decoder: Decoder, config: EngineConfig, block_size: int, max
     scatter_tokens(nobody, newest, nobody)
     for pool in pools:
         copy_blocks(pool, nobody + 1, nobody)
+    vocab_size = decoder.spec.vocab_size
+    everything = torch.full((1, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device)
+    allow_only(torch.zeros((1, vocab_size), device=device), nobody[:1] + 1, everything)
 
 
 def _run_step(decoder: Decoder, pools: list[KVPool], lengths: list[int], longest: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenfleet.engine.constraints import allowed_tokens
+from tokenfleet.engine.constraints import allowed_words
 from tokenfleet.engine.execution.columns import Ids
 from tokenfleet.engine.execution.param_table import ParamTable, Scattered
 from tokenfleet.engine.execution.reports import Report, look_up
@@ -28,6 +28,7 @@ from tokenfleet.kernels.sampling import (
     sample,
     warp,
 )
+from tokenfleet.kernels.token_mask import allow_only
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ class Sampler:
         where, lengths = slots[rows], ends[rows]
         longest = int(lengths.max())
         self._slots.make_room(longest)
-        history = send(self._slots.tokens[where, :longest].astype(np.int64))
+        history = send(self._slots.tokens[where, :longest]).long()  # half the bytes on their way
         if newest is not None:  # the last token may be one that only the device knows
             history.scatter_(1, send(lengths[:, None] - 1), self._picked(newest, rows)[:, None])
         histories = PenaltyRows(
@@ -175,12 +176,7 @@ class Sampler:
         if not rows.size:
             return
         constraints = [p.constraint[slot] for slot in slots[rows].tolist()]
-        allowed = self._send(allowed_tokens(constraints, logits.shape[1]))
-        if len(rows) == logits.shape[0]:
-            logits.masked_fill_(~allowed, -torch.inf)
-        else:
-            where = self._send(rows)
-            logits[where] = logits[where].masked_fill_(~allowed, -torch.inf)
+        allow_only(logits, self._send(rows), self._send(allowed_words(constraints)))
 
     def _reports(
         self,

@@ -17,6 +17,7 @@ from tokenfleet.kernels.gpu.launch import Gpu, Launch, recording
 
 OPERATIONS = (
     "token_pool",
+    "token_mask",
     "paged_attention",
     "rope_kv",
     "block_copy",

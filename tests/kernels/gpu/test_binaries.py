@@ -17,6 +17,7 @@ from tokenfleet.kernels.norm import add_rms_norm, add_rms_norm_fp8, rms_norm
 from tokenfleet.kernels.paged_attention import AttentionBatch, KVPool, paged_attention
 from tokenfleet.kernels.rope_kv import rope_and_write_kv
 from tokenfleet.kernels.sampling import PenaltyRows, SamplingRows, penalise, sample
+from tokenfleet.kernels.token_mask import allow_only
 from tokenfleet.kernels.token_pool import gather_tokens, scatter_tokens
 
 WIDTH, DIM = 256, 64
@@ -106,6 +107,11 @@ def copies(n):
     copy_blocks(KVPool(pool, pool), pairs[0], pairs[1])
 
 
+def masks(n):
+    logits = empty(n + 3, 512, dtype=torch.float32)
+    allow_only(logits, ids(n), empty(n, 16, dtype=torch.int32))
+
+
 def fp8_scales(form):
     rows, columns = FORMS[form]
     weight = empty(-(-WIDTH // rows), WIDTH // columns, dtype=torch.float32)
@@ -113,7 +119,7 @@ def fp8_scales(form):
 
 
 STEPS = [decode_attention, chunk_attention, rotation, norms, head_norms, gates, products, drawing,
-         penalties, token_pool, copies]  # fmt: skip
+         penalties, token_pool, copies, masks]  # fmt: skip
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
