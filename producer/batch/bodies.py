@@ -15,11 +15,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tokenfleet.producer.batch.refusals import RequestRefused
 
-IGNORED = frozenset(
-    {"user", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-    | {"prompt_cache_retention", "parallel_tool_calls"}
-)
-"""Accepted, and without effect."""
+IGNORED: Mapping[str, type] = {
+    **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), str),
+    **dict.fromkeys(("prompt_cache_retention", "service_tier"), str),
+    **dict.fromkeys(("store", "parallel_tool_calls"), bool),
+}
+"""Accepted at their type, and without effect on the answer."""
+
+TIERS = ("auto", "default", "flex", "priority", "scale")
+"""What service_tier may be."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
@@ -51,8 +55,10 @@ UNSUPPORTED = frozenset(
 class StreamOptions(BaseModel):
     """How a stream is to look."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     include_usage: bool = False
+    include_obfuscation: bool = False
+    """Taken, and nothing is padded: no part of an answer rests on it."""
 
 
 class JsonSchema(BaseModel):
@@ -141,7 +147,9 @@ def read_body(kind: type[Body], body: object) -> Any:
         if name in NEUTRAL and name not in kind.model_fields:
             if value is not None and value not in NEUTRAL[name]:
                 raise _unsupported(name)
-        elif value is not None and name not in IGNORED:
+        elif value is not None and name in IGNORED:
+            _check_ignored(name, value)
+        elif value is not None:
             given[name] = value
     if given.get("best_of") == given.get("n", 1):
         given.pop("best_of", None)
@@ -149,6 +157,16 @@ def read_body(kind: type[Body], body: object) -> Any:
         return kind.model_validate(given)
     except ValidationError as error:
         raise _refusal(error) from None
+
+
+def _check_ignored(name: str, value: object) -> None:
+    kind = IGNORED[name]
+    if not isinstance(value, kind):
+        wanted = "true or false" if kind is bool else "a text"
+        raise RequestRefused("invalid_type", f"invalid {name!r}: must be {wanted}", name)
+    if name == "service_tier" and value not in TIERS:
+        known = ", ".join(TIERS)
+        raise RequestRefused("invalid_value", f"invalid {name!r}: must be one of {known}", name)
 
 
 def _refusal(error: ValidationError) -> RequestRefused:

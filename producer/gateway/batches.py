@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from starlette.datastructures import UploadFile
@@ -33,6 +33,10 @@ FORM_BYTES = 16_384
 MOST_LISTED = 10_000
 WINDOW = re.compile(r"([1-9]\d{0,3})([mhd])")
 _UNITS_S = {"m": 60, "h": 3600, "d": 86_400}
+_ORDERS = (None, "", "asc", "desc")
+_OF_A_FILE = ("file", "purpose")
+_OF_A_BATCH = ("input_file_id", "endpoint", "completion_window", "metadata")
+_KEPT = "files are kept until they are deleted: {name!r} is not supported here; leave it out"
 _METADATA = "metadata must map up to 16 names to texts of up to 512 characters"
 
 
@@ -48,6 +52,7 @@ async def upload(request: Request) -> Response:
     except MultiPartException as error:
         raise refused(400, "invalid_form", error.message) from None
     try:
+        _only(_OF_A_FILE, form)
         file, purpose = form.get("file"), form.get("purpose")
         if not isinstance(file, UploadFile):
             raise refused(400, "missing_required_parameter", "missing the file", "file")
@@ -94,6 +99,7 @@ async def create_batch(request: Request) -> Response:
     body = await json_body(request, gateway_of(request).settings.max_body_bytes)
     if not isinstance(body, dict):
         raise refused(400, "invalid_type", "the body must be a JSON object")
+    _only(_OF_A_BATCH, {name: value for name, value in body.items() if value is not None})
     endpoint = body.get("endpoint")
     if endpoint not in ENDPOINTS:
         known = " or ".join(ENDPOINTS)
@@ -142,6 +148,15 @@ async def cancel_batch(request: Request) -> Response:
         raise refused(409, "batch_ended", message)
     found = await _desk(request).cancel(_store(request), record)
     return JSONResponse(found.as_api())
+
+
+def _only(known: Sequence[str], given: Iterable[str]) -> None:
+    """Raises GatewayError 400 for a field that would be dropped in silence."""
+    for name in given:
+        if name.partition("[")[0] in ("expires_after", "output_expires_after"):
+            raise refused(400, "unsupported_parameter", _KEPT.format(name=name[:80]), name[:80])
+        if name not in known:
+            raise refused(400, "unknown_parameter", f"unknown parameter: {name[:80]!r}", name[:80])
 
 
 def _desk(request: Request) -> Desk:
@@ -204,6 +219,8 @@ def _page(
     said = query.get("limit", str(usual))
     if len(said) > 9 or not said.isdecimal() or not 1 <= int(said) <= MOST_LISTED:
         raise refused(400, "invalid_value", f"limit must be 1 to {MOST_LISTED}", "limit")
+    if query.get("order") not in _ORDERS:
+        raise refused(400, "invalid_value", "order must be asc or desc", "order")
     ordered: list[Any] = list(reversed(records)) if query.get("order") == "asc" else list(records)
     after = query.get("after")
     if after:

@@ -59,6 +59,9 @@ async def json_body(request: Request, limit: int) -> Any:
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip()
     if kind.lower() != "application/json":
         raise refused(415, "unsupported_media_type", "the body must be application/json")
+    if request.headers.get("content-encoding", "identity").lower() not in ("identity", ""):
+        message = "the body must come as it is, without Content-Encoding"
+        raise refused(415, "unsupported_content_encoding", message)
     try:
         async with asyncio.timeout(JSON_BODY_S):
             content = b"".join([chunk async for chunk in limited(request, limit)])

@@ -1,8 +1,10 @@
 """/v1/chat/completions and /v1/completions: one request is one job.
 
 A job asked for here ends when its last reader has gone, unless the request says otherwise
-(`Tokenfleet-On-Disconnect: continue`, or `store: true`); such a job can be read again, from the
-last event seen (`Last-Event-ID`) or as a whole (GET with the id of the response).
+(`Tokenfleet-On-Disconnect: continue`, `store: true`, or an `Idempotency-Key`: who sends one means
+to ask again after a lost connection, and is to find the job and not its cancellation). Such a job
+can be read again, from the last event seen (`Last-Event-ID`) or as a whole (GET with the id of the
+response).
 
 Invariant: a reader sees jobs of its own tenant only; what is another's does not exist.
 """
@@ -117,7 +119,8 @@ async def _submitted(
     body: Mapping[str, Any],
     deadline_s: float | None,
 ) -> AsyncJob:
-    keeps = body.get("store") is True
+    key = request.headers.get("idempotency-key")
+    keeps = body.get("store") is True or key is not None
     on_disconnect = request.headers.get("tokenfleet-on-disconnect")
     with tracing.continuing(request.headers):
         return await gateway_of(request).client.submit(
@@ -126,7 +129,7 @@ async def _submitted(
             priority=_priority(request, caller, body),
             deadline_s=deadline_s,
             on_disconnect=on_disconnect or ("continue" if keeps else "cancel"),
-            idempotency_key=request.headers.get("idempotency-key"),
+            idempotency_key=key,
         )
 
 

@@ -25,6 +25,9 @@ from tokenfleet.producer.gateway.app import create_app
 from tokenfleet.producer.gateway.settings import GatewaySettings, SettingsError
 
 BACKLOG = 2048
+KEEP_ALIVE_S = 75
+"""Longer than the minute that proxies and load balancers keep idle connections: of two that close
+at the same time, the one that has just been sent a request answers it with 502."""
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,7 @@ def serve(settings: GatewaySettings) -> None:
         access_log=False,
         log_config=None,
         server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=math.ceil(settings.grace_s),
         ws="none",
         lifespan="on",

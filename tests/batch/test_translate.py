@@ -79,7 +79,8 @@ def test_defaults_are_those_of_the_api() -> None:
 
 @pytest.mark.parametrize("name", sorted(IGNORED))
 def test_what_says_nothing_about_the_answer_is_accepted(name: str) -> None:
-    assert chat(**{name: "anything"}).job == chat().job
+    value = {str: "auto", bool: True}[IGNORED[name]]
+    assert chat(**{name: value}).job == chat().job
 
 
 def test_null_is_the_same_as_absent() -> None:
@@ -126,6 +127,15 @@ def test_null_is_the_same_as_absent() -> None:
         ),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "invalid_value", "structured_outputs"),
         ({"metadata": {"a": 1}}, "invalid_type", "metadata.a"),
+        ({"service_tier": "golden"}, "invalid_value", "service_tier"),
+        ({"service_tier": 1}, "invalid_type", "service_tier"),
+        ({"store": "yes"}, "invalid_type", "store"),
+        ({"user": 5}, "invalid_type", "user"),
+        (
+            {"stream_options": {"continuous_usage_stats": True}},
+            "unknown_parameter",
+            "stream_options.continuous_usage_stats",
+        ),
         ({"messages": "hi"}, "invalid_type", "messages"),
         ({"messages": []}, "invalid_value", "messages"),
         ({"messages": ["hi"]}, "invalid_type", "messages[0]"),

@@ -19,7 +19,9 @@ from openai import OpenAI
 
 from tokenfleet.producer import Client
 from tokenfleet.producer.embedded import EmbeddedServer
+from tokenfleet.producer.gateway import server
 from tokenfleet.producer.gateway.command import run
+from tokenfleet.producer.gateway.settings import GatewaySettings
 
 PAUSE_S = 0.02
 """Between two questions to somebody who has no event to wait for."""
@@ -173,6 +175,25 @@ def test_a_batch_goes_on_where_a_killed_gateway_left_it(
         ]
     assert sorted(int(record["custom_id"]) for record in records) == list(range(count))
     assert second.stop() == 0
+
+
+def test_idle_connections_are_kept_longer_than_a_proxy_keeps_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a proxy sends as we close comes back to its client as 502."""
+    served: list[Any] = []
+
+    class Server:
+        def __init__(self, config: Any, *_: Any) -> None:
+            served.append(config)
+
+        def run(self, sockets: Any) -> None:
+            assert sockets
+
+    monkeypatch.setattr(server, "_Server", Server)
+    monkeypatch.setattr(server.signal, "signal", lambda *_: None)
+    server.serve(GatewaySettings(port=0))
+    assert served[0].timeout_keep_alive > 60
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -74,6 +75,42 @@ def test_a_body_that_cannot_be_read_is_refused(
     answer = http.post(URL, content=content, headers={"content-type": kind})
     assert code_of(answer) == expected
     assert answer.headers["x-should-retry"] == "false"
+
+
+def test_a_body_that_comes_compressed_is_refused_by_that_name(http: httpx.Client) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    answer = http.post(URL, content=gzip.compress(json.dumps(body()).encode()), headers=headers)
+    assert code_of(answer) == (415, "unsupported_content_encoding")
+
+
+@pytest.mark.parametrize(
+    ("field", "code"),
+    [("output_expires_after", "unsupported_parameter"), ("nonsense", "unknown_parameter")],
+)
+def test_what_would_be_dropped_of_a_batch_is_refused_by_name(
+    http: httpx.Client, field: str, code: str
+) -> None:
+    known = {"input_file_id": "x", "endpoint": URL, "completion_window": "24h"}
+    answer = http.post("/v1/batches", json={**known, field: {"seconds": 3600}})
+    assert code_of(answer) == (400, code)
+    assert answer.json()["error"]["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("field", "code"),
+    [("expires_after[seconds]", "unsupported_parameter"), ("nonsense", "unknown_parameter")],
+)
+def test_what_would_be_dropped_of_a_file_is_refused_by_name(
+    http: httpx.Client, field: str, code: str
+) -> None:
+    form = {"purpose": "batch", field: "3600"}
+    answer = http.post("/v1/files", files={"file": ("in.jsonl", b"{}")}, data=form)
+    assert code_of(answer) == (400, code)
+
+
+def test_a_list_has_an_order_that_there_is(http: httpx.Client) -> None:
+    assert code_of(http.get("/v1/files?order=random")) == (400, "invalid_value")
+    assert http.get("/v1/files?order=asc").status_code == 200
 
 
 @pytest.mark.parametrize("limit", ["0", "x", "10001", "9" * 5000])

@@ -188,6 +188,26 @@ async def test_a_waiting_job_is_cancelled_when_whoever_asked_has_gone(
     assert line["path"] == "/v1/completions"
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_who_asks_again_with_its_key_after_a_lost_connection_finds_the_job(
+    hand: Hand, web: httpx.AsyncClient, gateway: Any, *, stream: bool
+) -> None:
+    request = {"json": asked(hand, stream=stream), "headers": {"idempotency-key": hand.model}}
+    asking = asyncio.create_task(web.post("/v1/completions", **request))
+    job = await hand.claim()
+    await hand.say(job, *words(job, "one "))
+    asking.cancel()
+    line = await asyncio.to_thread(gateway.said, "request", job_id=job.id)
+    assert line["error"] == "client_closed"
+    assert not (await hand.status(job.id)).cancel_requested
+    asking = asyncio.create_task(web.post("/v1/completions", **request))
+    await hand.say(job, *words(job, "two", start=1))
+    await hand.finish(job, "one two", 2)
+    answer = await asking
+    assert answer.status_code == 200
+    assert answer.headers["x-request-id"] == job.id
+
+
 async def _waiting(hand: Hand) -> set[str]:
     """Ids of this model's jobs that have not ended."""
     connection = hand.client.link.connection
