@@ -57,6 +57,14 @@ class Compiling:
         """Sequences that will want a slot."""
         return sum(pending.request.params.n for pending in self._pending.values())
 
+    def prepare(self) -> None:
+        """Build in the background what the first grammar needs: for a second it holds up all
+        Python of this process, once."""
+        if self._compiler is not None and self._threads is None:
+            self._executor().submit(
+                self._compiler.compile, {"regex": "a"}
+            )  # what fails here fails there
+
     def start(self, request: EngineRequest) -> None:
         """Begin to compile.
 
@@ -101,14 +109,16 @@ class Compiling:
             yield pending.request, self._fate(pending)
 
     def _submit(self, pending: _Pending, compiler: ConstraintCompiler) -> None:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-
         def work() -> Constraint:
             pending.started = time.monotonic()
             return compiler.compile(pending.request.params.structured_outputs or {})
 
-        pending.result = self._threads.submit(work)
+        pending.result = self._executor().submit(work)
+
+    def _executor(self) -> ThreadPoolExecutor:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        return self._threads
 
     def _leave_thread_behind(self) -> None:
         """A thread cannot be ended: let it run out, and give those behind it another one."""

@@ -102,6 +102,13 @@ class EngineCore:
         """Slots that neither a running nor a waiting sequence will take."""
         return self.scheduler.num_free_slots - self._compiling.num_choices
 
+    def prepare_grammars(self) -> None:
+        """Build in the background what the first structured output would make all others wait for.
+
+        A good moment is one in which there is no work; without it that output does it.
+        """
+        self._compiling.prepare()
+
     def add(self, request: EngineRequest) -> None:
         """Queue a request; its first event comes from a later step.
 

@@ -6,7 +6,10 @@ import re
 import pytest
 
 from tokenfleet.engine import Engine, EngineConfig, InvalidRequest, SamplingParams
+from tokenfleet.engine.compiling import Compiling
 from tokenfleet.engine.constraints import ConstraintCompiler
+from tokenfleet.engine.request import EngineRequest
+from tokenfleet.engine.text import TextCodec
 
 FREE = SamplingParams(max_tokens=16, temperature=0.9, seed=4, ignore_eos=True)
 
@@ -162,3 +165,20 @@ def test_what_is_no_json_is_refused(engine):
 def test_min_tokens_and_a_grammar_are_refused_together(engine):
     with pytest.raises(InvalidRequest, match="min_tokens"):
         engine.add("x", [1], structured("regex", "a", min_tokens=3))
+
+
+def test_what_the_first_grammar_needs_can_be_built_before_it_comes(tiny_random):
+    text = TextCodec.load(tiny_random("llama"))
+    read = []
+    compiler = ConstraintCompiler(
+        lambda: read.append(1) or text.tokenizer.to_str(), text.vocab_size, text.eos_token_ids
+    )
+    compiling = Compiling(compiler)
+    compiling.prepare()
+    compiling.prepare()
+    assert not compiling  # nobody waits for it
+    compiling.start(EngineRequest("a", [1], structured("regex", "[a-c]{3}")))
+    while not (found := list(compiling.ready(wait_for_one=True))):
+        pass
+    assert found[0][1].accept(ord("b")) is None
+    assert read == [1]

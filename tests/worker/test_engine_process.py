@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import signal
+import socket
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,12 @@ from tokenfleet.engine.config import EngineConfig
 from tokenfleet.engine.errors import CheckpointError, ConfigError, UnsupportedModel
 from tokenfleet.engine.request import CoreEvent, EngineRequest
 from tokenfleet.engine.sampling_params import SamplingParams
+from tokenfleet.worker.engine_link import engine_child, frames
 from tokenfleet.worker.engine_link.engine_process import EngineHandle, EngineStartFailed
+from tokenfleet.worker.engine_link.faults import Faults
+from tokenfleet.worker.engine_link.outbox import Outbox
+from tokenfleet.worker.engine_link.simulated import SimulatedCore
+from tokenfleet.worker.engine_link.step_log import StepLog
 
 CONFIG = EngineConfig(model=Path("none"), max_num_seqs=4)
 FAST = {"simulated_step_s": 0.0}
@@ -186,3 +194,30 @@ async def test_terminal_signals_leave_the_engine_to_its_worker() -> None:
     os.kill(engine.pid, signal.SIGTERM)
     assert len(tokens(await collect(engine, ends=1), "a")) == 20
     await engine.stop()
+
+
+def test_an_engine_at_rest_prepares_once_for_the_first_grammar(monkeypatch) -> None:
+    monkeypatch.setattr(engine_child, "AT_REST_S", 0.01)
+    prepared: queue.Queue[bool] = queue.Queue()
+
+    class Core(SimulatedCore):
+        def prepare_grammars(self) -> None:
+            prepared.put(self.has_work)
+
+    core = Core(CONFIG, 0.0)
+    core.add(request(max_tokens=3))
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    parts = (engine_child.Inbox(theirs), Outbox(theirs), Faults(None), StepLog(None))
+    loop = threading.Thread(target=engine_child.EngineLoop(core, *parts).run, args=(theirs,))
+    loop.start()
+    assert prepared.get(timeout=60) is False
+    ours.sendall(frames.encode(frames.ADD, frames.pack_request(request("b", max_tokens=2))))
+    while core.stats.step < 5:
+        ours.recv(1 << 16)
+    ours.sendall(frames.encode(frames.STOP))
+    loop.join(60)
+    assert not loop.is_alive()
+    assert prepared.empty()
+    ours.close()
+    theirs.close()

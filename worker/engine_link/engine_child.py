@@ -34,6 +34,8 @@ READ_BYTES = 1 << 20
 PR_SET_PDEATHSIG = 1
 LAST_WORDS_S = 5.0
 AUDIT_EVERY_S = 10.0
+AT_REST_S = 1.0
+"""After so long without work, once, what the first grammar needs is built."""
 
 
 class Core(Protocol):
@@ -51,6 +53,7 @@ class Core(Protocol):
     def abort(self, request_id: str, choice: int | None = None) -> None: ...
     def step(self) -> list[CoreEvent]: ...
     def audit(self) -> None: ...
+    def prepare_grammars(self) -> None: ...
 
 
 class Inbox:
@@ -88,6 +91,7 @@ class EngineLoop:
         self._faults = faults
         self._step_log = step_log
         self._stopped = False
+        self._prepared = False
         self._audit_at = 0.0
 
     def run(self, sock: socket.socket) -> None:
@@ -116,10 +120,13 @@ class EngineLoop:
             self._core.audit()
 
     def _wait(self, selector: selectors.BaseSelector, sock: socket.socket) -> None:
-        """Sleep until the worker sends something, or takes what it has not taken yet."""
+        """Sleep until the worker sends something, or takes what it has not taken yet; or, the first
+        time, until there is leisure for what may be wanted later."""
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox.pending else 0)
         selector.modify(sock, wanted)
-        selector.select()
+        if not selector.select(None if self._prepared else AT_REST_S):
+            self._prepared = True
+            self._core.prepare_grammars()
 
     def _step(self) -> None:
         self._faults.visit("step")

@@ -61,6 +61,9 @@ class SimulatedCore:
         """Slots that no sequence holds or waits for."""
         return max(0, self.config.max_num_seqs - len(self._running) - len(self._waiting))
 
+    def prepare_grammars(self) -> None:
+        """There are none."""
+
     def add(self, request: EngineRequest) -> None:
         """Queue a request; it runs from the next step on.
 
