@@ -32,7 +32,7 @@ from tokenfleet.producer.errors import BrokerUnavailable, BrokerUnsupported, Inv
 from tokenfleet.producer.forks import keep_for_parent
 from tokenfleet.producer.keys import Keys, check_name
 from tokenfleet.producer.kinds import WRONG_TYPE, blame
-from tokenfleet.producer.line import Line
+from tokenfleet.producer.line import Lines
 from tokenfleet.producer.mended import Door
 from tokenfleet.producer.refusals import meaning_of, said, says_of_server
 from tokenfleet.producer.scripts import Executor, Script
@@ -52,7 +52,7 @@ CLUSTER_PARTITIONS = 16
 MOST_PARTITIONS = 16384
 """As many as a cluster has slots."""
 
-_WAITING = "waiting"
+_OFTEN, _WAITING = "often", "waiting"
 _CLOSED = "the client was closed during a call"
 
 _MINIMUM = {"redis": (7, 0), "valkey": (7, 2)}
@@ -84,8 +84,8 @@ class Connection:
         self._broker = broker
         self._timeout_s = min(SOCKET_TIMEOUT_S, self.connect_timeout_s)
         self._client: Any = None
-        self._line: Line | None = None
-        """Of the scripts that run often, or that somebody waits for."""
+        self._lines = self._no_lines()
+        """Of the scripts that run often, or that somebody waits for; of each wait at the server."""
         self._checked = False
         self._allowed: set[tuple[str, int]] = set()
         """Scripts that may be run whole, by partition; asked again after trouble."""
@@ -105,7 +105,7 @@ class Connection:
         """The redis-py client, without retries of its own. Raises BrokerUnavailable when closed."""
         self._check_open()
         if self._client is None or self._pid != os.getpid():
-            self._door, self._turns, self._line = Door(), {}, None
+            self._door, self._turns, self._lines = Door(), {}, self._no_lines()
             self._client, self._pid, self._checked = self._make(), os.getpid(), False
             self._allowed.clear()
         return self._client
@@ -144,7 +144,7 @@ class Connection:
         prefix = self.keys(partition).prefix
 
         async def once() -> Any:
-            executor = self._kept() if often else self.client
+            executor = self._kept(_OFTEN) if often else self.client
             if (script.name, partition) not in self._allowed:
                 await self._check_allowed(executor, [script], partition, (keys or [prefix])[0])
             return await script.run(executor, keys, [prefix, self.announce, *args])
@@ -170,13 +170,12 @@ class Connection:
         await check_allowed(executor, scripts, prefix, self.announce, key)
         self._allowed |= {(script.name, partition) for script in scripts}
 
-    def _kept(self) -> Executor:
+    def _no_lines(self) -> Lines:
+        return Lines(lambda: self.line_to(0))
+
+    def _kept(self, name: str) -> Executor:
         client: Executor = self.client
-        if self.cluster:
-            return client
-        if self._line is None:
-            self._line = Line(lambda: self.line_to(0))
-        return self._line
+        return client if self.cluster else self._lines.named(name)
 
     async def execute(self, *command: Any) -> Any:
         """Run a command that may be repeated, for as long as connect_timeout_s."""
@@ -203,13 +202,47 @@ class Connection:
 
         return await self._persist(once, self.connect_timeout_s)
 
-    async def once(self, *command: Any) -> Any:
-        """Run a command that is not repeated: one that blocks at the server."""
+    async def once(self, *command: Any, line: str) -> Any:
+        """Run a command that is not repeated: one that blocks at the server. It has the connection
+        kept under that name to itself; on a cluster, any of its client's."""
 
         async def call() -> Any:
-            return await self.client.execute_command(*command)
+            return await self._kept(line).execute_command(*command)
 
         return await self._persist(call, 0.0, server=_WAITING)
+
+    async def run_behind(
+        self,
+        commands: Sequence[Sequence[Any]],
+        script: Script,
+        partition: int,
+        keys: list[str],
+        args: list[Any],
+        *,
+        line: str,
+    ) -> list[Any]:
+        """Run a script right after other commands, of which one waits at the server: all are sent
+        at once, over the connection kept under that name. Not on a cluster. Nothing is repeated.
+
+        Returns the replies; of the commands before it also what Redis refused, as exceptions.
+        """
+        prefix = self.keys(partition).prefix
+        call = script.call(keys, [prefix, self.announce, *args])
+
+        async def once() -> list[Any]:
+            kept: Any = self._kept(line)
+            if (script.name, partition) not in self._allowed:
+                await self._check_allowed(kept, [script], partition, keys[0])
+            replies: list[Any] = await kept.execute_together([*commands, call])
+            if isinstance(replies[-1], Exception):
+                raise replies[-1]
+            return replies
+
+        try:
+            found: list[Any] = await self._persist(once, 0.0, server=_WAITING)
+        except ResponseError as error:
+            raise await self._blamed(error, prefix, keys) from error
+        return found
 
     def node_of(self, partition: int) -> str:
         """Names the server that a partition lives on."""
@@ -248,15 +281,13 @@ class Connection:
     async def aclose(self) -> None:
         """Close what was opened here, for good; a client that was handed in stays open."""
         client, self._client = self._client, None
-        line, self._line = self._line, None
         self._closed = True
         if self._pid != os.getpid():
             return
         for turns in self._turns.values():
             turns.close(_CLOSED)
         self._door.shut()  # whatever becomes of the rest: this may be cancelled
-        if line is not None:
-            await line.hang_up()
+        await self._lines.hang_up()
         if client is not None and client is not self._broker:
             await hang_up(client)
 
@@ -313,8 +344,7 @@ class Connection:
             raise BrokerUnavailable(f"{self.describe()}: {_CLOSED}")
 
     async def _look_again(self) -> None:
-        if self._line is not None:
-            await self._line.hang_up()
+        await self._lines.hang_up()
         await look_again(self.client)
 
     def _pairs(self, reply: Any) -> dict[str, Any]:

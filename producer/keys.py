@@ -173,6 +173,10 @@ class Keys:
         """Hash: what a worker says of itself; gone a while after the worker."""
         return f"{self.prefix}:worker:{worker_id}"
 
+    def standing(self, worker_id: str) -> str:
+        """String: which claim of a worker that waits for jobs at the server may take some."""
+        return f"{self.prefix}:standing:{worker_id}"
+
     def control(self, worker_id: str) -> str:
         """Channel: `cancel <job id> <attempt>` and `drain`."""
         return f"{self.prefix}:ctl:{worker_id}"

@@ -29,6 +29,7 @@ _KINDS = {
     "turns": "zset",
     "workers": "zset",
     "worker": "hash",
+    "standing": "string",
 }
 _OF_A_TENANT = {"running": "set", "waiting": "set", "parked": "set", "drain": "hash", "q": "zset"}
 _SHARED = ("delay", "deadline", "paused", "limits", "dead", "workers")

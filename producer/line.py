@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import hiredis
@@ -44,24 +44,34 @@ class Line:
 
     async def execute_command(self, *args: Any, **_options: Any) -> Any:
         """Send one command and return its reply; raises what redis-py's client raises."""
+        (reply,) = await self.execute_together([args])
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    async def execute_together(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """Send commands at once; their replies. What Redis refuses is one too, as an exception that
+        is not raised."""
         replies = self._replies
         if replies is None or not replies.open:
             replies = await self._opened()
-        parts = replies.wire.pack_command(*args)
-        waiter = replies.expect()
+        parts = [part for args in commands for part in replies.wire.pack_command(*args)]
+        waiters = [replies.expect() for _ in commands]
         try:
             replies.transport.writelines(parts)
-            reply = await waiter
+            return [await waiter for waiter in waiters]
         except asyncio.CancelledError:
+            for waiter in waiters:
+                waiter.cancel()
             if not replies.awaited:
                 await self._drop(replies)
             raise
         except BaseException:
+            for waiter in waiters:  # all have failed with the first
+                if waiter.done() and not waiter.cancelled():
+                    waiter.exception()
             await self._drop(replies)
             raise
-        if isinstance(reply, Exception):
-            raise reply
-        return reply
 
     async def hang_up(self) -> None:
         """Close the connection; calls under way fail, and the next one opens another."""
@@ -95,6 +105,29 @@ class Line:
             raise
         self._replies = _Replies(wire)
         return self._replies
+
+
+class Lines:
+    """The lines of one client to one server, each for one kind of calls and opened by its first.
+
+    Args:
+        make: as for a Line.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._lines: dict[str, Line] = {}
+
+    def named(self, name: str) -> Line:
+        """The line of that name."""
+        if name not in self._lines:
+            self._lines[name] = Line(self._make)
+        return self._lines[name]
+
+    async def hang_up(self) -> None:
+        """Close all of them, as Line does."""
+        for line in list(self._lines.values()):
+            await line.hang_up()
 
 
 class _Replies(asyncio.Protocol):
@@ -159,7 +192,9 @@ class _Replies(asyncio.Protocol):
         self._before.connection_lost(error)
 
     def _too_late(self) -> None:
-        self._fail(TimeoutError("Timeout reading from socket"))
+        """The last call's time is up. Where its reply has come, nobody waits and nothing is wrong."""
+        if self._waiters:
+            self._fail(TimeoutError("Timeout reading from socket"))
 
     def _fail(self, error: Exception) -> None:
         """No more replies are taken: none of them would be that of the call it is given to."""

@@ -40,9 +40,13 @@ class Script:
     async def run(self, client: Executor, keys: list[str], args: list[Any]) -> Any:
         """One EVALSHA; EVAL once when the server does not know the script."""
         try:
-            return await client.execute_command("EVALSHA", self.digest, len(keys), *keys, *args)
+            return await client.execute_command(*self.call(keys, args))
         except NoScriptError:
             return await client.execute_command("EVAL", self.text, len(keys), *keys, *args)
+
+    def call(self, keys: list[str], args: list[Any]) -> tuple[Any, ...]:
+        """The command that runs it where the server knows it."""
+        return ("EVALSHA", self.digest, len(keys), *keys, *args)
 
 
 def load(package: str, name: str, *before: str) -> Script:

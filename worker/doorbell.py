@@ -19,10 +19,15 @@ BLOCK_MS = 2000
 
 
 class Doorbell:
-    """Waits on the queues of one model."""
+    """Waits on the queues of one model.
 
-    def __init__(self, connection: Connection) -> None:
+    Args:
+        name: that no other one of this connection has.
+    """
+
+    def __init__(self, connection: Connection, name: str) -> None:
         self._connection = connection
+        self._name = name
         self._seen: dict[int, dict[str, str]] = {}
         self._calls: dict[int, asyncio.Task[Any]] = {}
 
@@ -30,6 +35,10 @@ class Doorbell:
         """After a claim that emptied the queues: the last entry of each; "" for one that is not
         ours, which nobody can wait on."""
         self._seen[partition] = {key: last for key, last in lasts.items() if last}
+
+    def lasts(self, partition: int) -> dict[str, str]:
+        """The entries that are waited behind."""
+        return self._seen.get(partition, {})
 
     async def wait(self, timeout_s: float) -> bool:
         """True when something may be there. Raises BrokerUnavailable."""
@@ -62,7 +71,8 @@ class Doorbell:
         lasts = self._seen[partition]
         command = ["XREAD", "COUNT", 1, "BLOCK", BLOCK_MS, "STREAMS", *lasts, *lasts.values()]
         try:
-            return bool(await self._connection.once(*command))
+            line = f"{self._name} {partition}"
+            return bool(await self._connection.once(*command, line=line))
         except BrokerUnavailable:
             await asyncio.sleep(0.05)
             raise

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import structlog
 
@@ -22,6 +23,7 @@ from tokenfleet.worker.partitions import PartitionSilent
 from tokenfleet.worker.preemption import Seats
 from tokenfleet.worker.queue import ClaimedJob, JobQueue
 from tokenfleet.worker.roster import Roster
+from tokenfleet.worker.standing import Standing
 
 FIRST_PORTION = 2
 """Jobs of a pause's first claim; each claim after it takes twice as many. The engine works on the
@@ -59,6 +61,8 @@ class Intake:
         not come. What an earlier process of the same name left is no such job: that process died,
         which its lease will tell, and which counts."""
         self._portion = FIRST_PORTION
+        self._dry = False
+        """Whether the queues were empty at the last claim; what has come since rings the bell."""
         self.last_claim: float | None = None
         """When Redis last answered a claim; monotonic."""
         self.draining = False
@@ -80,12 +84,40 @@ class Intake:
             room = self._roster.room()
             if room > 0:
                 self._ask_urgent = True
-                if not await self._claim(room) and not self.draining:
+                self._dry = not await self._serve(room)
+                if self._dry:
                     self._portion = FIRST_PORTION
-                    await self._wait(self._queue.wait, self._nothing_else_to_do)
             else:
-                self._portion = FIRST_PORTION
+                self._portion, self._dry = FIRST_PORTION, False
                 await self._stay_full()
+
+    async def _serve(self, room: int) -> bool:
+        """Claim, and while nothing is there wait for it; returns whether more may be waiting."""
+        if not self._dry:
+            return await self._claim(room)
+        most = min(room, FIRST_PORTION)
+        if standing := self._queue.stand(most, DOORBELL_S):
+            self._portion *= 2
+            call = partial(self._listen, standing)
+            return await self._take(call, most, more=room > most)
+        await self._wait(self._queue.wait, self._nothing_else_to_do)
+        return True
+
+    async def _listen(self, standing: Standing) -> list[ClaimedJob]:
+        """What a claim at the server brings; it is withdrawn when there is else to do here."""
+        jobs = asyncio.ensure_future(standing.jobs())
+        try:
+            stays = True
+            while stays and not jobs.done():
+                change = asyncio.ensure_future(self._roster.change())
+                await asyncio.wait((jobs, change), return_when=asyncio.FIRST_COMPLETED)
+                change.cancel()
+                stays = self._nothing_else_to_do()
+            if not jobs.done() and await standing.withdraw():
+                return []
+            return await jobs
+        finally:
+            jobs.cancel()
 
     async def _stay_full(self) -> None:
         """Swap for urgent jobs, or wait until one may be there or something changed here."""

@@ -107,8 +107,9 @@ class Launcher:
         self.working_since = self._clock() if busy else None
 
     def died(self) -> None:
-        """There is no engine."""
+        """There is no engine: nothing more is to be claimed for it."""
         self.engine = self.working_since = None
+        self._roster.touch()
 
     def _tokens_ready(self) -> int:
         ready = (job for job in self._roster if job.stage is Stage.READY)

@@ -36,6 +36,7 @@ from tokenfleet.worker.job_log import ADOPT, EMIT, FINISH, PATIENCE_S, JobLog
 from tokenfleet.worker.partitions import PartitionSilent, Silences, look
 from tokenfleet.worker.priorities import ClassOrder
 from tokenfleet.worker.rescue import PHANTOMS, RECLAIM, REPAIR, Rescue
+from tokenfleet.worker.standing import Standing
 from tokenfleet.worker.swapping import Hold, unheld
 from tokenfleet.worker.taker import CLAIM, PEEK, SWAP, Taker
 
@@ -152,6 +153,11 @@ class JobQueue:
     async def wait(self, timeout_s: float) -> bool:
         """Return when a job may be there, or the time is over. Claims nothing."""
         return await self._taker.wait(timeout_s)
+
+    def stand(self, count: int, timeout_s: float) -> Standing | None:
+        """A claim that waits at the server for a job; None where `wait` and `claim` must do. Made,
+        it is waited for or withdrawn before anything else is claimed."""
+        return self._taker.stand(count, timeout_s)
 
     async def wait_urgent(self, timeout_s: float) -> bool:
         """Return when there may be something to swap for, or the time is over."""

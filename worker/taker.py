@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import structlog
+from redis.exceptions import NoScriptError
 
 from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import BrokerUnavailable, KeyOccupied, UndecodableJob
@@ -19,9 +21,10 @@ from tokenfleet.producer.keys import PRIORITIES
 from tokenfleet.producer.scripts import Script, load
 from tokenfleet.worker.broker import BROKER_ERRORS
 from tokenfleet.worker.claims import ClaimedJob, NothingTaken, Terms, claimed_job, text
-from tokenfleet.worker.doorbell import Doorbell
+from tokenfleet.worker.doorbell import BLOCK_MS, Doorbell
 from tokenfleet.worker.partitions import Silences, Spread, Taken
 from tokenfleet.worker.priorities import ClassOrder, Offer
+from tokenfleet.worker.standing import Standing, StandingClaim
 from tokenfleet.worker.swapping import URGENT, Hold, Swap
 
 CLAIM, SWAP, PEEK = (
@@ -29,6 +32,8 @@ CLAIM, SWAP, PEEK = (
 )
 
 MOST_PER_CLAIM = 128
+MOST_OF_LEASE = 0.125
+"""A claim waits at the server for no larger part of the lease: that is counted from its sending."""
 log = structlog.get_logger()
 
 Bury = Callable[[str, int, str], Awaitable[Any]]
@@ -62,8 +67,8 @@ class Taker:
         self._put_back = put_back
         self._regrouped = regrouped
         self._silences = silences
-        self._bell = Doorbell(connection)
-        self._urgent_bell = Doorbell(connection)
+        self._bell = Doorbell(connection, "bell")
+        self._urgent_bell = Doorbell(connection, "urgent bell")
         self._next_due_ms: int | None = None
         self._now_ms = 0
         self._more = False
@@ -130,10 +135,44 @@ class Taker:
         if self._more:
             self._more = False
             return True
-        if self._next_due_ms is not None:
-            timeout_s = min(timeout_s, max(0.0, (self._next_due_ms - self._now_ms) / 1000))
-        self._next_due_ms = None
-        return await self._bell.wait(timeout_s)
+        return await self._bell.wait(self._until_due(timeout_s))
+
+    def stand(self, count: int, timeout_s: float) -> Standing | None:
+        """A claim of up to `count` jobs that waits at the server until one may be there, or the
+        time is over. None where `wait` and `claim` must do: there are several partitions, or the
+        last claim left something, or was never answered."""
+        connection = self._connection
+        if self._more or connection.partitions > 1 or connection.cluster or not self._bell.lasts(0):
+            return None
+        line = f"standing {self._terms.model_name}"
+        claim = StandingClaim(connection, connection.keys(0), self._terms.worker_id, line)
+        most_ms = min(BLOCK_MS, int(self._terms.lease_ms * MOST_OF_LEASE))
+        wait_ms = min(most_ms, int(self._until_due(timeout_s) * 1000))
+        call = partial(self._claim_standing, claim, count, max(1, wait_ms))
+        return Standing(call, claim.withdraw)
+
+    async def _claim_standing(
+        self, claim: StandingClaim, count: int, block_ms: int
+    ) -> list[ClaimedJob]:
+        self.cut_short = True
+        offers = self._order.plan(count)
+        keys, args = self._call(0, offers, count, claim.ticket)
+        try:
+            reply = await claim.run(self._bell.lasts(0), block_ms, CLAIM, keys, args)
+        except NoScriptError:
+            return await self.claim(count, (0,))
+        self.cut_short = False
+        if reply is None:
+            return []
+        taken = await self._taken(0, keys, count, reply)
+        return self._order.settle(taken.jobs, taken.by_class, count=count)
+
+    def _until_due(self, timeout_s: float) -> float:
+        """The time, or less where a job comes due before."""
+        due_ms, self._next_due_ms = self._next_due_ms, None
+        if due_ms is None:
+            return timeout_s
+        return min(timeout_s, max(0.0, (due_ms - self._now_ms) / 1000))
 
     async def wait_urgent(self, timeout_s: float) -> bool:
         """Return when there may be a job to swap for, or the time is over."""
@@ -155,10 +194,21 @@ class Taker:
 
     async def claim_in(self, partition: int, offers: Sequence[Offer], count: int) -> Taken:
         """One call."""
+        keys, args = self._call(partition, offers, count)
+        return await self._taken(
+            partition, keys, count, await self._run(CLAIM, partition, keys, args)
+        )
+
+    def _call(
+        self, partition: int, offers: Sequence[Offer], count: int, ticket: str = ""
+    ) -> tuple[list[str], list[Any]]:
+        """Keys and arguments of a claim."""
         keys = self._keys(partition, [offer.priority for offer in offers])
-        args = [self._terms.worker_id, self._terms.lease_ms, count, *self._terms.ttls]
-        args += [offer.count for offer in offers]
-        reply = await self._run(CLAIM, partition, keys, args)
+        args = [self._terms.worker_id, self._terms.lease_ms, count, *self._terms.ttls, ticket]
+        return keys, [*args, *(offer.count for offer in offers)]
+
+    async def _taken(self, partition: int, keys: list[str], count: int, reply: Any) -> Taken:
+        """What a claim's reply says."""
         now, due, regrouped, lasts, found, foreign = reply
         self._noted_due(due)
         if self._connection.partitions == 1:

@@ -229,7 +229,7 @@ async def test_a_slot_that_is_down_closes_no_connection_to_the_other_servers(
     before = await number()
     monkeypatch.setattr(type(other), "execute_command", down)
     with pytest.raises(BrokerUnavailable):
-        await connection.once("EXISTS", connection.keys(0).workers)
+        await connection.once("EXISTS", connection.keys(0).workers, line="a wait")
     assert await number() == before
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from tokenfleet.worker.intake import Intake
 from tokenfleet.worker.preemption import Seats
 from tokenfleet.worker.queue import ClaimedJob
 from tokenfleet.worker.roster import Roster
+from tokenfleet.worker.standing import Standing
 
 TURNS = 20
 """Turns of the loop that anything would need that was going to happen."""
@@ -30,6 +32,9 @@ class EmptyQueue:
     async def claim(self, count: int) -> list[ClaimedJob]:
         self.claims += 1
         return []
+
+    def stand(self, count: int, timeout_s: float) -> Standing | None:
+        return None
 
     async def wait(self, timeout_s: float) -> bool:
         self.waits += 1
@@ -51,6 +56,31 @@ class LongQueue(EmptyQueue):
         found = min(count, self.left)
         self.left -= found
         return [object()] * found
+
+
+class StandingQueue(LongQueue):
+    """Has its claims stand at the server; there they run, or not, as the test says."""
+
+    def __init__(self, jobs: int = 0) -> None:
+        super().__init__(jobs)
+        self.stood: list[int] = []
+        self.run = asyncio.Event()
+        self.gone = True
+        """Whether a withdrawal comes before the claim."""
+        self.withdrawn = 0
+
+    def stand(self, count: int, timeout_s: float) -> Standing:
+        self.stood.append(count)
+        return Standing(partial(self._jobs, count), self._withdraw)
+
+    async def _jobs(self, count: int) -> list[Any]:
+        await self.run.wait()
+        self.run.clear()
+        return await LongQueue.claim(self, count)
+
+    async def _withdraw(self) -> bool:
+        self.withdrawn += 1
+        return self.gone
 
 
 class Counting:
@@ -143,4 +173,63 @@ async def test_no_more_is_fetched_than_there_is_room_for() -> None:
     await worker.settle()
     assert worker.queue.asked == [2, 4]
     assert worker.dispatcher.told == [(2, True), (4, False)]
+    await worker.end()
+
+
+async def test_an_idle_worker_lets_its_claim_stand_and_fetches_more_behind_what_that_brings() -> (
+    None
+):
+    worker = Claiming(StandingQueue(), Counting, slots=64)
+    await worker.settle()
+    assert (worker.queue.asked, worker.queue.stood) == ([2], [2])
+    worker.queue.left = 9
+    worker.queue.run.set()
+    await worker.settle()
+    assert worker.dispatcher.told[1:] == [(2, True), (4, True), (3, False)]
+    assert worker.queue.stood == [2, 2]
+    await worker.end()
+
+
+async def test_a_claim_that_stands_outlasts_changes_here_that_leave_nothing_to_do() -> None:
+    worker = Claiming(StandingQueue(), Counting)
+    await worker.settle()
+    for _ in range(5):
+        worker.roster.touch()
+        await worker.settle()
+    assert (worker.queue.stood, worker.queue.withdrawn) == ([2], 0)
+    await worker.end()
+
+
+async def test_a_worker_that_drains_withdraws_its_claim() -> None:
+    worker = Claiming(StandingQueue(), Counting)
+    await worker.settle()
+    await worker.end()
+    assert worker.queue.withdrawn == 1
+    assert worker.dispatcher.told == [(0, False)] * 2
+
+
+async def test_what_a_claim_took_before_it_could_be_withdrawn_is_owned() -> None:
+    worker = Claiming(StandingQueue(), Counting)
+    await worker.settle()
+    worker.queue.gone, worker.queue.left = False, 1
+    worker.intake.drain()
+    await worker.settle()
+    assert not worker.run.done()
+    worker.queue.run.set()
+    await worker.run
+    assert worker.dispatcher.told[-1] == (1, False)
+
+
+async def test_no_claim_stands_without_an_engine() -> None:
+    worker = Claiming(StandingQueue(), Counting)
+    launcher = worker.dispatcher.launcher
+    await worker.settle()
+    launcher.engine, engine = None, launcher.engine
+    worker.roster.touch()
+    await worker.settle()
+    assert (worker.queue.withdrawn, worker.queue.stood) == (1, [2])
+    launcher.engine = engine
+    worker.roster.touch()
+    await worker.settle()
+    assert worker.queue.stood == [2, 2]
     await worker.end()

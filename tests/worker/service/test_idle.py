@@ -9,9 +9,9 @@ import structlog
 
 from tokenfleet.engine import text
 from tokenfleet.engine.sampling_params import SamplingParams
-from tokenfleet.worker import doorbell
-from tokenfleet.worker.doorbell import Doorbell
+from tokenfleet.worker import doorbell, taker
 from tokenfleet.worker.prepare import Preparer
+from tokenfleet.worker.standing import StandingClaim
 
 ROUNDS = 30
 
@@ -19,15 +19,15 @@ ROUNDS = 30
 async def test_an_idle_worker_says_nothing_and_takes_the_next_job(
     fleet, until, monkeypatch
 ) -> None:
-    """Its bell runs out again and again; that is no trouble of any kind."""
-    monkeypatch.setattr(doorbell, "BLOCK_MS", 5)
-    ring, rounds = Doorbell._call, []
+    """Its claim at the server runs out again and again; that is no trouble of any kind."""
+    monkeypatch.setattr(taker, "BLOCK_MS", 5)
+    run, rounds = StandingClaim.run, []
 
-    async def counted(self: Doorbell, partition: int) -> bool:
-        rounds.append(partition)
-        return await ring(self, partition)
+    async def counted(self: StandingClaim, *args: Any) -> Any:
+        rounds.append(self.ticket)
+        return await run(self, *args)
 
-    monkeypatch.setattr(Doorbell, "_call", counted)
+    monkeypatch.setattr(StandingClaim, "run", counted)
     with structlog.testing.capture_logs() as lines:
         worker = fleet.worker()
         await until(lambda: len(rounds) >= ROUNDS)
