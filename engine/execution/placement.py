@@ -5,6 +5,10 @@ Each is decided once, at the start. How many KV blocks it gets is decided in mem
 
 from __future__ import annotations
 
+import logging
+import os
+from pathlib import Path
+
 import torch
 
 from tokenfleet.engine.config import EngineConfig
@@ -13,6 +17,13 @@ from tokenfleet.engine.execution.capture import Capture, CudaGraphCapture
 from tokenfleet.engine.execution.dtype_memory import fastest_dtype
 from tokenfleet.engine.model.spec import ModelSpec
 from tokenfleet.kernels.fp8 import FP8
+
+logger = logging.getLogger("tokenfleet.engine")
+
+LEAST_CAPABILITY = (8, 0)
+"""Of a card: below there are no bf16 tensor cores, and no kernel is compiled for it."""
+DRIVER = Path("/dev/nvidiactl")
+"""Is there where NVIDIA's driver is loaded."""
 
 _DTYPES = {
     "float32": torch.float32,
@@ -23,27 +34,43 @@ _KV_CACHE_DTYPES = {"model": None, "fp8": FP8, "int8": torch.int8}
 
 
 def pick_device(config: EngineConfig) -> torch.device:
-    """The device that `config.device` means on this machine.
+    """The device that `config.device` means on this machine; `auto` on a card that cannot be used
+    is the CPU, and a warning why.
 
     Raises:
-        ConfigError: CUDA is asked for and not there.
+        ConfigError: CUDA is asked for and not there, or the card is too old.
     """
-    has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
-        raise ConfigError(
-            f'device is "cuda" and torch {torch.__version__} finds no CUDA device:'
-            f' {_why_no_cuda()}; mend that, or use "cpu" or "auto"'
-        )
-    return torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
+    if config.device == "cpu":
+        return torch.device("cpu")
+    why = _why_no_cuda()
+    if why is None:
+        return torch.device("cuda")
+    if config.device == "cuda":
+        raise ConfigError(f'device is "cuda" and {why}; mend that, or use "cpu" or "auto"')
+    if _has_card():
+        logger.warning("device is auto and runs on the CPU, slowly, beside a GPU: %s", why)
+    return torch.device("cpu")
 
 
-def _why_no_cuda() -> str:
-    """What torch says when it is made to look: no driver, one too old, a build without CUDA."""
+def _why_no_cuda() -> str | None:
+    """What is in the way, as torch says it: no driver, one too old, a build without CUDA."""
+    if torch.cuda.is_available():
+        found = torch.cuda.get_device_capability()
+        if found >= LEAST_CAPABILITY:
+            return None
+        return f"{torch.cuda.get_device_name()} is of generation {found}, below {LEAST_CAPABILITY}"
+    said = "the driver shows none (CUDA_VISIBLE_DEVICES, nvidia-smi)"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
-        return str(error).splitlines()[0].rstrip(".")
-    return "the driver shows none (CUDA_VISIBLE_DEVICES, nvidia-smi)"
+        said = str(error).splitlines()[0].rstrip(".")
+    return f"torch {torch.__version__} finds no CUDA device: {said}"
+
+
+def _has_card() -> bool:
+    """Whether a driver is loaded, and cards are not hidden on purpose."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return DRIVER.exists() and not hidden
 
 
 def pick_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:

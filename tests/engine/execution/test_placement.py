@@ -5,6 +5,7 @@ import torch
 
 from tokenfleet.engine import Engine, EngineConfig
 from tokenfleet.engine.errors import ConfigError
+from tokenfleet.engine.execution import placement
 from tokenfleet.engine.execution.placement import check_quantization, pick_device
 
 
@@ -55,6 +56,32 @@ def test_a_card_that_torch_does_not_find_is_refused_with_what_torch_says(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
-    assert pick_device(EngineConfig(tmp_path)) == torch.device("cpu")
     with pytest.raises(ConfigError, match=told):
         pick_device(EngineConfig(tmp_path, device="cuda"))
+
+
+@pytest.mark.parametrize(("capability", "device"), [((7, 5), "cpu"), ((8, 0), "cuda")])
+def test_a_card_below_every_kernels_generation_is_not_used(
+    capability, device, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    assert pick_device(EngineConfig(tmp_path)) == torch.device(device)
+    if device == "cpu":
+        with pytest.raises(
+            ConfigError, match=r"Tesla T4 is of generation \(7, 5\), below \(8, 0\)"
+        ):
+            pick_device(EngineConfig(tmp_path, device="cuda"))
+
+
+@pytest.mark.parametrize(("hidden", "told"), [(None, True), ("", False)], ids=["seen", "hidden"])
+def test_auto_says_why_it_runs_on_a_cpu_beside_a_card(hidden, told, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(placement, "DRIVER", tmp_path)
+    if hidden is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert pick_device(EngineConfig(tmp_path)) == torch.device("cpu")
+    assert ("beside a GPU: torch" in caplog.text) == told
