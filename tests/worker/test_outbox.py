@@ -151,3 +151,28 @@ def test_a_request_comes_out_as_it_went_in(request_: EngineRequest) -> None:
         request_.priority,
         request_.cache_salt,
     )
+
+
+class Slow:
+    """A socket that takes few bytes at once, but always some."""
+
+    def __init__(self) -> None:
+        self.taken = b""
+        self.buffers: list[object] = []
+        """Where the bytes lay."""
+
+    def send(self, data: bytes | memoryview) -> int:
+        self.taken += data[: 1 << 16]
+        self.buffers.append(memoryview(data).obj)
+        return min(len(data), 1 << 16)
+
+
+def test_what_is_left_of_a_large_frame_is_not_copied_with_each_piece_that_leaves() -> None:
+    sock = Slow()
+    outbox = Outbox(sock)  # type: ignore[arg-type]  # as much of one as is needed
+    filler = "x" * (1 << 20)
+    outbox.put_frame("filler", filler)
+    assert not outbox.pending
+    assert list(frames.FrameBuffer().feed(sock.taken)) == [["filler", filler]]
+    assert len(sock.buffers) == 17
+    assert all(buffer is sock.buffers[0] for buffer in sock.buffers)

@@ -26,7 +26,7 @@ class Outbox:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._unsent = b""
+        self._unsent: bytes | memoryview = b""
         self._events: dict[tuple[str, int], list[Any]] = {}
         self._stats: list[Any] | None = None
         self._preempted: list[str] = []
@@ -53,7 +53,7 @@ class Outbox:
     def put_frame(self, kind: str, *fields: Any) -> None:
         """Queue a frame that does not merge, behind everything put before it."""
         self._seal()
-        self._unsent += frames.encode(kind, *fields)
+        self._unsent = bytes(self._unsent) + frames.encode(kind, *fields)
         self.flush()
 
     def flush(self) -> None:
@@ -67,7 +67,8 @@ class Outbox:
                 sent = self._sock.send(self._unsent)
             except BlockingIOError:
                 return
-            self._unsent = self._unsent[sent:]
+            left = sent < len(self._unsent)  # a view: a frame may have 64 MiB, and a send takes few
+            self._unsent = memoryview(self._unsent)[sent:] if left else b""
 
     def close(self, timeout_s: float) -> None:
         """Send what is left, waiting for the reader no longer than this."""
@@ -83,7 +84,8 @@ class Outbox:
             return
         stats = frames.unpack_stats(self._stats)
         stats.preempted_ids = self._preempted
-        self._unsent += self._frames(list(self._events.values()), stats)
+        events: list[Sequence[Any]] = list(self._events.values())
+        self._unsent = bytes(self._unsent) + self._frames(events, stats)
         self._events, self._stats, self._preempted = {}, None, []
 
     def _frames(self, events: list[Sequence[Any]], stats: StepStats) -> bytes:
@@ -111,10 +113,12 @@ class Outbox:
         if held is None:
             held = self._events[event.id, event.choice] = list(event[:_SENT])
             held[2] = list(event.token_ids)
+            held[4] = event.logprobs and list(event.logprobs)
             return
         held[2] += event.token_ids
         held[3] = event.finish_reason
         if event.logprobs:
-            held[4] = [*(held[4] or ()), *event.logprobs]
+            held[4] = held[4] or []
+            held[4] += event.logprobs
         held[5] = held[5] or event.prompt_logprobs
         held[6], held[7] = event.error, event.error_code
