@@ -51,6 +51,7 @@ PARTS = (
     Part("engine-8B-early", 45),
     Part("engine-0.6B-early", 40),
     Part("kernels", 45),
+    Part("tiles", 60),
     Part("transformers", 40),
     Part("engine-32B", 80),
     Part("sanitizer", 200),
@@ -168,7 +169,7 @@ def _command(part: Part, lines: Path, options: argparse.Namespace) -> list[str]:
 _SCRIPTS = {
     "machine": "device_kernels.py", "kernels": "device_kernels.py",
     "kernel-tests": "device_tests.py", "compile": "device_compile.py",
-    "equality": "device_equality.py", "sanitizer": "device_equality.py",
+    "tiles": "device_tiles.py", "equality": "device_equality.py", "sanitizer": "device_equality.py",
 }  # fmt: skip
 
 

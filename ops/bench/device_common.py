@@ -45,6 +45,25 @@ class Findings:
         return time.monotonic() + seconds < self._until
 
 
+@contextmanager
+def made_ready(device: torch.device) -> Iterator[list[str]]:
+    """Names of the kernels that Triton compiles, or loads, for the first time within the block."""
+    names: list[str] = []
+    if device.type != "cuda":
+        yield names
+        return
+    from triton import knobs
+
+    def note(*, fn: Any, **_rest: Any) -> None:
+        names.append(str(fn.name))
+
+    before, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, note
+    try:
+        yield names
+    finally:
+        knobs.runtime.jit_post_compile_hook = before
+
+
 def synchronise(device: torch.device) -> None:
     """Wait for the device."""
     if device.type == "cuda":

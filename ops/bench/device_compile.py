@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import device_tiles
 import torch
 from device_common import Findings
 from device_engine import SHAPES
@@ -96,6 +97,8 @@ def _all_launches(gpu: Gpu) -> Iterator[Launch]:
         yield from found
     for examples in registry.launches(gpu, long=False).values():  # of the part `kernels`
         yield from examples
+    for one in device_tiles.alternatives(gpu, META):
+        yield from device_tiles.launches_of(one, gpu)
 
 
 def _steps(

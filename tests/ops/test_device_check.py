@@ -35,6 +35,7 @@ PARTS = (
     "engine-8B",
     "engine-8B-early",
     "kernels",
+    "tiles",
     "transformers",
     "sanitizer",
 )
@@ -76,6 +77,7 @@ def test_every_part_runs_on_a_bare_box_and_writes_its_figures(tmp_path):
         "sleep",
         "sanitized",
         "sanitizer",
+        "tile",
         "W",
         "prefill",
     } <= whats
