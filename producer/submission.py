@@ -20,9 +20,9 @@ from tokenfleet.producer.scripts import SUBMIT
 _FIELDS = 12
 _KNOWN, _MISMATCH, _FULL = 1, 2, 3
 _BATCH = 128
-_FIRST_BATCH = 8
+_FIRST_BATCH = 2
 """Of the first call, before the other one, where two do: a server tells whom it has woken once it
-has done all that it was sent, and a worker begins with these jobs while the others are on their
+has done all that it was sent, and a worker begins with as many while the others are on their
 way."""
 _BATCH_BYTES = 1 << 20
 _IN_FLIGHT = 4
