@@ -24,6 +24,10 @@ that runs outlives all of it: whoever owns the server can mend it without restar
 _NOT_THE_REQUEST = (*SERVER_WIDE, "NOPERM", "OOM")
 """Replies that say something about the server, and nothing about what was asked."""
 
+PART_AWAY_S = 10.0
+"""On a cluster: so long after a call that got through another one that did not says of a part only
+that it is away. Some call is made every few seconds."""
+
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
 REPEAT_S = 60.0
@@ -40,10 +44,19 @@ def blames_request(error: Exception) -> bool:
 
 
 class Broker:
-    """Reachability of Redis, shared by all loops of one worker."""
+    """Reachability of Redis, shared by all loops of one worker.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        clock: monotonic seconds.
+        several: Redis is several servers, of which one may be away while the others serve.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, *, several: bool = False
+    ) -> None:
         self._clock = clock
+        self._several = several
+        self._reached_at = -PART_AWAY_S
         self._away_since: float | None = None
         self._said: tuple[str, str] | None = None
         self._said_at = -REPEAT_S
@@ -54,8 +67,10 @@ class Broker:
 
     @property
     def reachable(self) -> bool:
-        """Whether the last call that said anything got through."""
-        return self._away_since is None
+        """Whether the last call that said anything got through; of several servers, whether any
+        call did lately: a part that is silent would have this change with every call."""
+        part = self._several and self._clock() - self._reached_at < PART_AWAY_S
+        return part or self._away_since is None
 
     def away(self, call: str, error: Exception) -> None:
         """A call did not get through."""
@@ -70,6 +85,7 @@ class Broker:
 
     def reached(self) -> None:
         """A call got through."""
+        self._reached_at = self._clock()
         if self._away_since is not None:
             if not self._quiet:
                 log.info("broker_back", away_s=round(self._clock() - self._away_since, 3))

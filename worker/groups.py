@@ -15,6 +15,7 @@ from tokenfleet.producer.errors import BrokerUnsupported, KeyOccupied
 from tokenfleet.producer.keys import GROUP
 from tokenfleet.producer.scripts import load
 from tokenfleet.worker.claims import text, together
+from tokenfleet.worker.partitions import Silences, look
 
 HEARTBEAT = load("tokenfleet.worker.lua", "heartbeat")
 
@@ -24,6 +25,7 @@ class Groups:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._silences = Silences()
 
     async def ensure(self, streams: Iterable[str]) -> list[str]:
         """Make streams and groups that are not there. A group starts at the first entry.
@@ -83,7 +85,11 @@ class Groups:
     async def heartbeat(
         self, worker_id: str, line: Mapping[str, str | int | float], *, ttl_ms: int
     ) -> int:
-        """Write the worker's line for `ttl_ms`; 0 takes it away. Returns the server's ms."""
+        """Write the worker's line for `ttl_ms`; 0 takes it away. Returns the server's ms.
+
+        Parts of a cluster that are away or silent have no line, and are asked again; raises where
+        all are.
+        """
         values = [part for pair in line.items() for part in pair]
 
         async def beat(partition: int) -> int:
@@ -93,7 +99,11 @@ class Groups:
             now = await self._connection.run(HEARTBEAT, partition, keys, args, patience_s=0.5)
             return int(now)
 
-        return max(await together([beat(p) for p in range(self._connection.partitions)]))
+        asked = self._silences.asked(range(self._connection.partitions))
+        found, unseen = await look(beat, asked, self._silences)
+        if not found:
+            raise next(iter(unseen.values()))
+        return max(found.values())
 
     async def _held(self, stream: str) -> dict[str, int]:
         """Entries held in the group, by worker."""

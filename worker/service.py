@@ -84,13 +84,13 @@ class WorkerService:
         self._make_engine = make_engine or engines(settings, first_engine)
         self.worker_id = settings.worker_id or _new_worker_id()
         self.telemetry = telemetry or Telemetry.from_settings(settings, self.worker_id)
-        self._broker = Broker()
         self._connection = Connection(
             settings.redis_url,
             namespace=settings.namespace,
             partitions=settings.partitions,
             connect_timeout_s=CONNECT_TIMEOUT_S,
         )
+        self._broker = Broker(several=self._connection.cluster)
         self._queue = JobQueue(
             self._connection,
             namespace=settings.namespace,

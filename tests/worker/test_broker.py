@@ -88,3 +88,22 @@ async def test_after_an_outage_of_any_length_the_next_try_comes_within_the_longe
     broker.reached()
     await broker.pause()
     assert pauses[-1] <= FIRST_PAUSE_S, "the next outage starts from the beginning"
+
+
+def test_a_part_of_a_cluster_that_is_away_is_not_all_of_it_until_nothing_gets_through() -> None:
+    clock = Clock()
+    whole, parts = Broker(clock), Broker(clock, several=True)
+    refused = ConnectionError("refused")
+    parts.away("claim", refused)
+    assert not parts.reachable, "nothing has got through yet"
+    seen = []
+    for second in range(40):
+        clock.now = float(second)
+        for broker in (whole, parts):
+            if second < 20 and second % 5 == 0:
+                broker.reached()
+            broker.away("heartbeat", refused)
+        seen.append((whole.reachable, parts.reachable))
+    assert not any(reachable for reachable, _ in seen)
+    last = 15 + int(broker_module.PART_AWAY_S)
+    assert [reachable for _, reachable in seen] == [second < last for second in range(40)]

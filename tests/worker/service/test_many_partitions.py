@@ -12,7 +12,7 @@ from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.keys import new_job_id
 from tokenfleet.producer.protocol import Event, JobRequest
 from tokenfleet.producer.submission import Submission
-from tokenfleet.worker import partitions
+from tokenfleet.worker import partitions, presence
 from tokenfleet.worker.service import EXIT_OK
 
 PARTITIONS = 4
@@ -186,6 +186,27 @@ async def test_jobs_of_other_partitions_are_claimed_at_once_while_one_is_silent(
     await seen.wait()
     job = await parts.submit(1)
     await until(lambda: fleet.has(job))
+
+
+async def test_a_worker_is_ready_and_in_the_table_while_one_partition_is_silent(
+    fleet, parts, until, monkeypatch
+):
+    monkeypatch.setattr(partitions, "LOOK_S", 0.05)
+    monkeypatch.setattr(presence, "HEARTBEAT_S", 0.01)
+    worker = fleet.worker(partitions=PARTITIONS)
+    await until(lambda: hasattr(worker, "_presence") and worker._presence.registered)
+    silence(worker, 0, "heartbeat")
+    for _ in range(3):
+        before = worker._presence.last_written
+        await until(lambda before=before: worker._presence.last_written > before)
+    for partition in range(1, PARTITIONS):
+        line = parts.connection.keys(partition).worker(worker.worker_id)
+        seen = int(await fleet.redis.hget(line, "seen"))
+        await until(lambda line=line, seen=seen: _is_newer(fleet, line, seen))
+
+
+async def _is_newer(fleet: Any, line: str, seen: int) -> bool:
+    return int(await fleet.redis.hget(line, "seen")) > seen
 
 
 async def test_a_publisher_ends_though_a_call_of_it_took_a_cancel_for_its_own(fleet, parts, until):
