@@ -18,6 +18,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tokenfleet.engine import EngineConfig
 from tokenfleet.producer.gateway.settings import GatewaySettings
 from tokenfleet.worker.settings import WorkerSettings
 
@@ -233,7 +234,10 @@ def test_with_the_gpu_file_a_worker_has_a_card_and_serves_on_nothing_else(
     ((name, worker),) = over["services"].items()
     assert worker["image"] == compose["services"][name]["image"] + "-cuda"
     assert worker["build"]["args"] == {"TORCH_INDEX": ""}  # as the Dockerfile says
-    assert worker["environment"] == {"TOKENFLEET_DEVICE": "cuda"}
+    told = {k.removeprefix("TOKENFLEET_").lower(): v for k, v in worker["environment"].items()}
+    assert told.pop("device") == "cuda"
+    config = EngineConfig(".", **{name: int(value) for name, value in told.items()})
+    assert config.max_num_seqs > EngineConfig(".").max_num_seqs
     (card,) = worker["deploy"]["resources"]["reservations"]["devices"]
     assert card == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
 
