@@ -228,12 +228,10 @@ class Engine:
         except Exception as broken:  # noqa: BLE001 - one output's text must not end the others
             delta, code = TextDelta("", None, 0), ENGINE_ERROR
             error = f"its text cannot be decoded: {broken}"
-        reason = event.finish_reason
+        reason = event.finish_reason if error is None else "error"
         # of one that was cancelled, half a character may be left that becomes a stop string
-        stop = delta.stop if reason != "cancelled" else None
-        if error is not None:
-            reason = "error"
-        elif stop is not None:
+        stop = delta.stop if reason not in ("cancelled", "error") else None
+        if stop is not None:
             reason = "stop"
         if reason is not None and event.finish_reason is None:
             self.core.finish(event.id, event.choice)

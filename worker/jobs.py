@@ -191,6 +191,8 @@ class Job:
         if choice.finish_reason is not None or self.stage is not Stage.RUNNING:
             return False
         text, token_ids, stop = choice.push(event.token_ids, reason)
+        if reason in ("cancelled", "error"):
+            stop = None  # half a character may be left that becomes a stop string
         draft = self.drafts[index]
         draft.token_ids += token_ids
         draft.text += text

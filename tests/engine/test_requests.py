@@ -60,6 +60,11 @@ def test_a_cancelled_choice_is_no_stopped_one_whatever_its_half_character_become
     engine.abort("x")
     (last,) = engine.step()
     assert (last.finish_reason, last.stop) == ("cancelled", None)
+    stuck = {"allowed_token_ids": [0xC3], "bad_words": [[0xC3, 0xC3]]}
+    engine.add("y", [0], SamplingParams(max_tokens=20, temperature=0.0, stop=["\ufffd"], **stuck))
+    assert [event.token_ids for event in engine.step()] == [[0xC3]]
+    (last,) = engine.step()
+    assert (last.finish_reason, last.error_code, last.stop) == ("error", "no_token_allowed", None)
 
 
 def test_a_new_request_gets_none_of_an_aborted_ones_events(engine):

@@ -182,6 +182,25 @@ def test_times_are_counted_from_submission_by_the_servers_clock() -> None:
     assert timings == protocol.Timings(queue_s=0.5, first_token_s=1.5, total_s=2.5)
 
 
+@pytest.mark.parametrize(
+    ("reason", "ends_as"), [("cancelled", "cancelled"), ("error", "error"), ("length", "stop")]
+)
+def test_half_a_character_becomes_a_stop_string_only_where_the_output_ended_by_itself(
+    reason: str, ends_as: str
+) -> None:
+    class Half(Letters):
+        def push(self, token_ids: Sequence[int], *, ended: bool) -> TextDelta:
+            return TextDelta("", "\ufffd" if ended else None, len(token_ids))
+
+    job = running()
+    job.choices[0].stream = Half()
+    say(job, "\xc3")
+    assert not job.apply(StepEvent(job.engine_id, 0, [], reason))
+    (event,) = taken(job)
+    assert event.finish_reason == ends_as
+    assert event.stop == ("\ufffd" if ends_as == "stop" else None)
+
+
 def test_logprobs_and_prompt_logprobs_travel_with_their_tokens() -> None:
     job = running()
     job.apply(StepEvent(job.engine_id, 0, [97], None, [{97: -0.1}], [None, {120: -2.0}]))
