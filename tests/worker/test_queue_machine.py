@@ -141,11 +141,14 @@ class QueueMachine(RuleBasedStateMachine):
 
     # workers
 
-    @rule(worker=st.sampled_from(WORKERS), count=st.integers(1, 4))
-    def claim(self, worker: str, count: int) -> None:
+    @rule(worker=st.sampled_from(WORKERS), count=st.integers(1, 4), stands=st.booleans())
+    def claim(self, worker: str, count: int, stands: bool = False) -> None:
+        """Also one that waits at the server, where the worker has found nothing before."""
         self.make_due()
         claimable = sum(self.claimable(tenant) for tenant in TENANTS)
-        claimed = self.do(self.queues[worker].claim(count))
+        queue = self.queues[worker]
+        standing = queue.stand(count, timeout_s=0.0) if stands else None
+        claimed = self.do(standing.jobs() if standing else queue.claim(count))
         assert len(claimed) == min(count, claimable)
         for one in claimed:
             self.took(worker, one)
