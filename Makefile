@@ -27,6 +27,7 @@ demo: $(STAMP)  ## two workers, a kill in the middle, streams without a gap
 	$(BIN)/tokenfleet demo
 
 test: export OMP_NUM_THREADS = 1  # a test for each core: more threads would only wait for each other
+test: export PYTHONDONTWRITEBYTECODE =  # hundreds of processes import the same modules
 test: $(STAMP)  ## the whole suite; one process more than the two cores of CI, for tests that wait
 	$(BIN)/python -m pytest -n 3 --dist loadgroup
 
