@@ -1,13 +1,16 @@
-"""redis-py's asyncio cluster client with two things mended: no server's trouble is the others'.
+"""redis-py's asyncio cluster client with three things mended: no server's trouble is the others'.
 
 - After a call that one server did not answer it asks for the cluster's layout before any other
   call, maybe that same server first, and all wait for it. Here calls go on by the layout that is
   known, and the new one is looked for beside them.
 - When a slot is down it closes the connections to all servers, under the calls of the others. Here
   it looks for the layout, as above.
+- While the keys of a slot move one by one to another server it follows those that have gone (ASK).
+  A script that does finds none of the others there, and makes them anew: the move then stops at
+  them (BUSYKEY), and what they held is lost to one side. Here such a call waits for the whole slot.
 
 Invariant: a call waits for the server that it goes to, and for no other, once the client has seen
-the cluster.
+the cluster; nothing is written to a slot where it does not lie yet.
 """
 
 from __future__ import annotations
@@ -16,7 +19,27 @@ import asyncio
 from typing import Any
 
 import redis.asyncio as aio
-from redis.exceptions import ConnectionError, RedisClusterException, RedisError, TimeoutError
+from redis.exceptions import (
+    AskError,
+    ConnectionError,
+    RedisClusterException,
+    RedisError,
+    TimeoutError,
+    TryAgainError,
+)
+
+
+def staying(kind: Any) -> Any:
+    """A subclass of a connection class that does not tell of keys that have gone ahead."""
+
+    async def read_response(self: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return await kind.read_response(self, *args, **options)
+        except AskError as error:
+            moves = f"TRYAGAIN slot {error.slot_id} is on its way to another server"
+            raise TryAgainError(moves) from error
+
+    return type(f"Staying{kind.__name__}", (kind,), {"read_response": read_response})
 
 
 class Cluster(aio.RedisCluster):

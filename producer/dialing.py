@@ -26,7 +26,7 @@ from redis.asyncio.sentinel import (
 from redis.backoff import NoBackoff
 
 from tokenfleet.producer.address import CLUSTER, SENTINEL, UNIX, Address
-from tokenfleet.producer.clustering import Cluster
+from tokenfleet.producer.clustering import Cluster, staying
 from tokenfleet.producer.errors import BrokerUnsupported
 from tokenfleet.producer.mended import Door, mended
 
@@ -132,7 +132,7 @@ def _cluster(hosts: Any, options: Mapping[str, Any], timeout_s: float, door: Doo
         **{**options, **_settings(timeout_s)},
     )
     kwargs: dict[str, Any] = client.connection_kwargs  # of the nodes that it will find
-    kwargs["connection_class"] = mended(kwargs["connection_class"], door)
+    kwargs["connection_class"] = staying(mended(kwargs["connection_class"], door))
     for node in client.startup_nodes:
         node.connection_class = kwargs["connection_class"]
     return client

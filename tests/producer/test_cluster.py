@@ -18,8 +18,9 @@ from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.embedded import EmbeddedServer
 from tokenfleet.producer.errors import BrokerUnavailable
 from tokenfleet.producer.hub import Hub
-from tokenfleet.producer.keys import partition_of
-from tokenfleet.producer.protocol import Choice, Event, JobResult
+from tokenfleet.producer.keys import new_job_id, partition_of
+from tokenfleet.producer.protocol import Choice, Event, JobRequest, JobResult
+from tokenfleet.producer.submission import Submission
 from tokenfleet.producer.subscription import REREAD
 from tokenfleet.worker.claims import flat
 from tokenfleet.worker.queue import Emission, JobQueue
@@ -208,6 +209,28 @@ async def test_a_slot_on_its_way_to_another_server_is_unavailable_for_now(cluste
     with pytest.raises(BrokerUnavailable):
         await moving.execute("EXISTS", *half_moved)
     await moving.aclose()
+
+
+async def test_nothing_is_written_to_a_slot_where_it_does_not_lie_yet(
+    cluster, connection, half_moved, masters
+):
+    """What is there when the keys come stops their move with BUSYKEY."""
+    names = connection.keys(3)
+    slot = await connection.client.cluster_keyslot(names.prefix)
+    home = connection.client.get_node_from_key(names.prefix).port
+    moving = Connection(cluster, namespace="trouble", connect_timeout_s=0.1)
+    job_id = new_job_id(3)
+    draft = Submission(moving).draft(JobRequest(model="m", prompt="x"), job_id=job_id)
+    with pytest.raises(BrokerUnavailable):
+        await Submission(moving).send([draft])
+    for key in (names.delay, names.job(job_id)):
+        with pytest.raises(BrokerUnavailable):
+            await moving.execute("HSET", key, "a", 1)
+    await moving.aclose()
+    for one in masters:
+        if one.port != home:
+            async with aio.Redis(port=one.port) as server:
+                assert await server.execute_command("CLUSTER COUNTKEYSINSLOT", slot) == 0
 
 
 async def test_a_slot_that_is_down_closes_no_connection_to_the_other_servers(
