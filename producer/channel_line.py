@@ -12,7 +12,7 @@ Invariant: a subscription that listens here has been marked since its channel wa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from redis.exceptions import NoPermissionError, RedisClusterException, RedisErro
 
 from tokenfleet.producer.errors import BrokerUnavailable, BrokerUnsupported
 from tokenfleet.producer.subscription import Subscription
+from tokenfleet.producer.takeover import Takeover
 
 _PAUSES_S = (0.0, 0.05, 0.1, 0.2, 0.3)
 
@@ -49,6 +50,7 @@ class ChannelLine:
         self._command = command
         self._sharded = command.startswith("SS")
         self._prefix = b"s" if self._sharded else b""
+        self._message = self._prefix + b"message"
         self._ears: dict[bytes, set[Subscription]] = {}
         self._confirmed: dict[bytes, asyncio.Event] = {}
         self._gone: dict[bytes, asyncio.Event] = {}
@@ -59,8 +61,7 @@ class ChannelLine:
         """Why the last connection could subscribe to nothing."""
         self._unsaid: dict[int, list[str]] = {}
         """By partition: channels that are to be subscribed to in the next turn of the loop."""
-        self._saying: set[asyncio.Task[None]] = set()
-        self._wire: Any = None
+        self._wire: _Wire | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def add(self, subscription: Subscription) -> None:
@@ -90,7 +91,7 @@ class ChannelLine:
         waiting = self._confirmed.setdefault(channel, confirmed)
         self._begin()
         if waiting is confirmed:
-            await self._say(self._command, channel.decode())
+            self._say(self._command, channel.decode())
         else:
             confirmed.set()  # whoever waited reads the log, and again when this line is confirmed
 
@@ -112,7 +113,7 @@ class ChannelLine:
             unsaid.remove(subscription.channel)
             return
         gone = self._gone[channel] = asyncio.Event()
-        if await self._say(self._command.replace("SUB", "UNSUB"), subscription.channel):
+        if self._say(self._command.replace("SUB", "UNSUB"), subscription.channel):
             with suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await gone.wait()
@@ -120,9 +121,8 @@ class ChannelLine:
 
     def drop(self) -> None:
         """Cut the connection; the task makes it again."""
-        wire = self._wire
-        if wire is not None and wire._writer is not None:
-            wire._writer.transport.abort()
+        if self._wire is not None:
+            self._wire.transport.abort()
 
     def end(self) -> None:
         """Tell all who listen, and begin to end the task and the connection."""
@@ -151,26 +151,20 @@ class ChannelLine:
         """Streams that are joined at once are asked for together: one command a partition, whose
         channels share a slot."""
         if not self._unsaid:
-            task = asyncio.create_task(self._say_all())
-            self._saying.add(task)
-            task.add_done_callback(self._saying.discard)
+            asyncio.get_running_loop().call_soon(self._say_all)
         self._unsaid.setdefault(subscription.partition, []).append(subscription.channel)
 
-    async def _say_all(self) -> None:
+    def _say_all(self) -> None:
         while self._unsaid:
             _, channels = self._unsaid.popitem()
             if channels:
-                await self._say(self._command, *channels)
+                self._say(self._command, *channels)
 
-    async def _say(self, command: str, *channels: str) -> bool:
+    def _say(self, command: str, *channels: str) -> bool:
         """Send when connected. What cannot be sent now is made good by the next connection."""
-        if self._wire is None or not self._wire.is_connected:
+        if self._wire is None or not self._wire.open:
             return False
-        try:
-            await self._wire.send_command(command, *channels, check_health=False)
-        except (RedisError, OSError):
-            self.drop()
-            return False
+        self._wire.say(command, *channels)
         return True
 
     async def _run(self) -> None:
@@ -193,18 +187,15 @@ class ChannelLine:
         """One connection, from its making to its loss."""
         try:
             await wire.connect()
-            wire.socket_timeout = None  # silence is no fault here
-            wire._parser.pubsub_push_handler_func = _as_it_is
-            self._wire = wire
+            self._wire = _Wire(wire, self)
             self._unsaid.clear()
             for channel in list(self._ears):
-                await self._say(self._command, channel.decode())
-            while True:
-                self._hear(await wire.read_response(push_request=True))
-                for reply in _read_already(wire):
-                    self._hear(reply)
+                self._say(self._command, channel.decode())
+            await self._wire.lost  # silence is no fault here
         finally:
-            self._wire = None
+            if self._wire is not None:
+                self._wire.lost.cancel()
+                self._wire = None
             for event in self._confirmed.values():
                 event.clear()
             for event in self._gone.values():
@@ -233,11 +224,12 @@ class ChannelLine:
                 confirmed.clear()
                 await home.take_over(channel, ears, confirmed)
 
-    def _hear(self, reply: Any) -> None:
-        if not isinstance(reply, list | tuple) or len(reply) < 3:
+    def hear(self, reply: Any) -> None:
+        """Something came over the connection."""
+        if not isinstance(reply, list) or len(reply) != 3:
             return
-        kind, channel, body = reply[:3]
-        if kind in (b"message", b"smessage"):
+        kind, channel, body = reply
+        if kind == self._message:
             for subscription in self._ears.get(channel, ()):
                 subscription.push(body)
         elif kind == self._prefix + b"subscribe":
@@ -253,23 +245,27 @@ class ChannelLine:
                 self.drop()  # the slot moved to another server
 
 
-async def _as_it_is(reply: Any) -> Any:
-    """In the place of redis-py's handler, which writes each event, text and all, into a log."""
-    return reply
+class _Wire(Takeover):
+    """A redis-py connection in subscriber mode."""
 
+    def __init__(self, wire: Any, line: ChannelLine) -> None:
+        self._line = line
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Never a result; an exception once the connection is gone."""
+        super().__init__(wire)
 
-def _read_already(wire: Any) -> Iterator[Any]:
-    """Replies that came in the same read as the last one.
+    def say(self, *command: str) -> None:
+        """Send, or leave it: what is lost with the connection is said again on the next one."""
+        if not self.transport.is_closing():
+            self.transport.writelines(self.wire.pack_command(*command))
 
-    A flush announces the events of all running jobs at once, and `read_response` costs several
-    times what it takes to parse a message. Where redis-py has no such reader, it gives them one by
-    one.
-    """
-    parsed = getattr(getattr(wire, "_parser", None), "_reader", None)
-    while parsed is not None:
-        reply = parsed.gets()
+    def take(self, reply: Any) -> None:
         if isinstance(reply, Exception):
-            raise reply
-        if not isinstance(reply, list):
-            return  # what is there is no whole reply
-        yield reply
+            self.fail(reply)
+        else:
+            self._line.hear(reply)
+
+    def fail(self, error: Exception) -> None:
+        super().fail(error)
+        if not self.lost.done():
+            self.lost.set_exception(error)

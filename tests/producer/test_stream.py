@@ -172,7 +172,7 @@ async def test_messages_that_pub_sub_never_brought_are_read_from_the_log(valkey_
     client = valkey_lab.client(silence_s=0.05)
     events, task = await started(client.job(writer.job.id).stream())
     line = next(iter(client.link.reader.hub._lines.values()))
-    line._hear = lambda reply: None
+    line.hear = lambda reply: None
     await writer.write(5)
     await writer.finish()
     await task
@@ -185,13 +185,13 @@ async def test_a_gap_between_messages_is_filled_from_the_log(valkey_lab):
     client = valkey_lab.client(silence_s=60.0)
     events, task = await started(client.job(writer.job.id).stream())
     line = next(iter(client.link.reader.hub._lines.values()))
-    hear, heard = line._hear, itertools.count()
+    hear, heard = line.hear, itertools.count()
 
     def lossy(reply: Any) -> None:
         if reply[0] != b"message" or next(heard) not in (3, 4, 11):
             hear(reply)
 
-    line._hear = lossy
+    line.hear = lossy
     await writer.write(20)
     await writer.finish()
     assert next(heard) > 11

@@ -121,7 +121,7 @@ async def test_a_subscriber_that_heard_nothing_of_the_loss_finds_it_in_the_log(l
     hub = reader.client.link.reader.hub
     deaf, hub_subscribe = asyncio.Event(), hub._lines
     for line in hub_subscribe.values():
-        line._hear = lambda reply: deaf.set()  # messages come and are not understood
+        line.hear = lambda reply: deaf.set()  # messages come and are not understood
     await loser.lose(4)
     await loser.log(10, 16, 20)
     everything = [tuple(range(20))]
