@@ -21,9 +21,8 @@ from tokenfleet.engine.request import EngineRequest
 from tokenfleet.engine.stats import StepStats
 from tokenfleet.worker.engine_link import frames
 from tokenfleet.worker.engine_link.engine_spawn import SpawnedEngine
+from tokenfleet.worker.engine_link.hearing import Hearing
 from tokenfleet.worker.settings import WorkerSettings, engine_config, engine_options
-
-READ_BYTES = 1 << 18
 
 
 class EngineStartFailed(EngineError):
@@ -90,9 +89,7 @@ class EngineHandle:
         self._config = config
         self._options = options or {}
         self._child: SpawnedEngine | None = None
-        self._reader: asyncio.StreamReader
-        self._writer: asyncio.StreamWriter | None = None
-        self._buffer = frames.FrameBuffer()
+        self._hearing: Hearing | None = None
         self._unsent: list[bytes] = []
         self._crash: str | None = None
         self._listens = False
@@ -121,7 +118,9 @@ class EngineHandle:
         if self._child is None:
             self.launch()
         assert self._child is not None
-        self._reader, self._writer = await asyncio.open_connection(sock=self._child.socket)
+        _, self._hearing = await asyncio.get_running_loop().create_connection(
+            Hearing, sock=self._child.socket
+        )
         try:
             return await self._ready()
         except BaseException:
@@ -143,7 +142,8 @@ class EngineHandle:
 
     async def batches(self) -> AsyncIterator[Batch]:
         """What the engine says, until it is gone; see `cause_of_death` then."""
-        while found := await self._read_frames():
+        assert self._hearing is not None
+        while found := await self._hearing.take():
             self.last_heard = time.monotonic()
             yield self._as_batch(found)
 
@@ -170,19 +170,19 @@ class EngineHandle:
         """
         if self._child is None:
             return 0
-        connected = self._writer is not None
-        leaving = self._crash is not None or (connected and self._reader.at_eof())
+        hearing = self._hearing
+        leaving = self._crash is not None or (hearing is not None and hearing.ended)
         code = await self._child.end(leaving=leaving)
-        if self._writer is None:
+        if hearing is None:
             self._child.socket.close()
             return code
-        self._writer.close()
-        with contextlib.suppress(ConnectionError):
-            await self._writer.wait_closed()
+        hearing.transport.close()
+        await asyncio.shield(hearing.closed)
         return code
 
     async def _ready(self) -> EngineInfo:
-        for frame in await self._read_frames():
+        assert self._hearing is not None
+        for frame in await self._hearing.take():
             if frame[0] == frames.READY:
                 self._listens = True
                 self.last_heard = time.monotonic()
@@ -192,19 +192,6 @@ class EngineHandle:
         code = await self.kill()
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         raise EngineStartFailed(f"the engine process ended before it was ready: {how}")
-
-    async def _read_frames(self) -> list[frames.Frame]:
-        """At least one frame, or none when the child is gone."""
-        found: list[frames.Frame] = []
-        while not found:
-            try:
-                data = await self._reader.read(READ_BYTES)
-            except ConnectionError:
-                return found
-            if not data:
-                return found
-            found = list(self._buffer.feed(data))
-        return found
 
     def _as_batch(self, found: list[frames.Frame]) -> Batch:
         batch = Batch([], [], None, [])
@@ -231,14 +218,15 @@ class EngineHandle:
     def flush(self) -> None:
         """Let what waits leave now, past a loop that sends at the end of its turn."""
         unsent, self._unsent = b"".join(self._unsent), []
-        if not unsent or self._writer is None or self._writer.is_closing():
+        if not unsent or self._hearing is None or self._hearing.transport.is_closing():
             return
         assert self._child is not None
-        if self._writer.transport.get_write_buffer_size() == 0:
+        transport = self._hearing.transport
+        if transport.get_write_buffer_size() == 0:
             with contextlib.suppress(OSError):  # the transport finds out, and says so
                 unsent = unsent[self._child.socket.send(unsent) :]
         if unsent:
-            self._writer.write(unsent)
+            transport.write(unsent)
 
 
 def new_engine(settings: WorkerSettings) -> EngineHandle:

@@ -6,7 +6,7 @@ Each is made once, here and in metrics.py; ops/telemetry.md lists them for peopl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -71,10 +71,14 @@ MOST_GATHERED = 64
 class Tally:
     """A counter that is added to in a microsecond and read when somebody looks.
 
-    The SDK's own takes ten, for each of some ten counters in every step.
+    The SDK's own takes ten.
+
+    Args:
+        settle: called before each look: adds what has not been added yet.
     """
 
-    def __init__(self, meter: Meter, name: str, text: str) -> None:
+    def __init__(self, meter: Meter, name: str, text: str, settle: Callable[[], None]) -> None:
+        self._settle = settle
         self._sums: dict[tuple[tuple[str, str], ...], float] = {}
         meter.create_observable_counter(name, [self._read], description=text)
 
@@ -84,6 +88,7 @@ class Tally:
         self._sums[key] = self._sums.get(key, 0) + amount
 
     def _read(self, _: CallbackOptions) -> Iterable[Observation]:
+        self._settle()
         found = list(self._sums.items())  # at once: an exporter reads in a thread of its own
         return [Observation(value, dict(key)) for key, value in found]
 

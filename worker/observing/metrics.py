@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from threading import Lock
 
 from opentelemetry.context import Context
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
@@ -53,6 +54,9 @@ class Instruments:
         self._last = StepStats()
         self._jobs_running = 0
         self._totals: dict[str, float] = {}
+        self._settled = self._last
+        """Of which step the totals are in the counters."""
+        self._settling = Lock()
         self._queued: Mapping[str, int] = {}
         self._paused: frozenset[str] = frozenset()
         self._dead: int | None = None
@@ -61,7 +65,9 @@ class Instruments:
         self._histograms = Histograms.create(meter)
         self._steps = Gathered(self._histograms.step, self._labels)
         self._flushes = Gathered(self._histograms.flush, self._labels)
-        self._counters = {name: Tally(meter, name, text) for name, (_, text) in TOTALS.items()}
+        self._counters = {
+            name: Tally(meter, name, text, self._settle) for name, (_, text) in TOTALS.items()
+        }
         self._make_counters(meter)
         self._make_gauges(meter)
         self._begin_at_zero()
@@ -77,7 +83,7 @@ class Instruments:
 
     def _make_counters(self, meter: Meter) -> None:
         def counter(name: str, text: str) -> Tally:
-            return Tally(meter, name, text)
+            return Tally(meter, name, text, self._settle)
 
         self._claimed = counter(semconv.JOBS_CLAIMED, "Jobs taken under a lease.")
         self._resumed = counter(
@@ -188,8 +194,26 @@ class Instruments:
         return self._last
 
     def step(self, stats: StepStats) -> None:
+        """Keeps what the step says; its totals become counters when somebody looks."""
+        if stats.step < self._last.step:
+            self._begin_again()
         self._last = stats
         self._steps.record(stats.step_s)
+
+    def _begin_again(self) -> None:
+        """Another engine's totals follow."""
+        self._settle()
+        self._totals.clear()
+
+    def _settle(self) -> None:
+        """Add to the counters what the totals have gained. Exporters look in threads of their
+        own."""
+        with self._settling:
+            if self._settled is not self._last:
+                self._settled = self._last
+                self._count(self._last)
+
+    def _count(self, stats: StepStats) -> None:
         for name, (field, _) in TOTALS.items():
             if grown := self._grown(name, getattr(stats, field)):
                 self._counters[name].add(grown, self._labels)
@@ -207,6 +231,7 @@ class Instruments:
         return total - before if total >= before else total
 
     def engine_restarted(self) -> None:
+        self._begin_again()
         self._restarts.add(1, self._labels)
 
     def flushed(self, seconds: float) -> None:
