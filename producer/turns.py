@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
 
 from redis.exceptions import ConnectionError, TimeoutError
 
@@ -27,19 +27,13 @@ class Turns:
         self._answered = 0.0
         """When a call last got its answer, by the loop's clock."""
 
-    @asynccontextmanager
-    async def turn(self, patience_s: float) -> AsyncIterator[None]:
+    def turn(self, patience_s: float) -> AbstractAsyncContextManager[None]:
         """Within the block it is this call's turn.
 
         A line that moves is waited in for as long as it takes. Raises TimeoutError when no call has
         been answered for `patience_s`: the server is away then, and not busy.
         """
-        await self._wait(patience_s)
-        try:
-            yield
-            self._answered = asyncio.get_running_loop().time()
-        finally:
-            self._pass_on()
+        return _Turn(self, patience_s)
 
     def close(self, why: str) -> None:
         """End the waiting: each call raises ConnectionError."""
@@ -47,7 +41,8 @@ class Turns:
             if not waiter.done():
                 waiter.set_exception(ConnectionError(why))
 
-    async def _wait(self, patience_s: float) -> None:
+    async def begin(self, patience_s: float) -> None:
+        """Return when it is this call's turn; see `turn`."""
         if self._free > 0:
             self._free -= 1
             return
@@ -66,6 +61,12 @@ class Turns:
                 self._pass_on()
             raise
 
+    def end(self, *, answered: bool) -> None:
+        """It is the next call's turn."""
+        if answered:
+            self._answered = asyncio.get_running_loop().time()
+        self._pass_on()
+
     def _pass_on(self) -> None:
         while self._line:
             waiter = self._line.popleft()
@@ -73,3 +74,24 @@ class Turns:
                 waiter.set_result(None)
                 return
         self._free += 1
+
+
+class _Turn(AbstractAsyncContextManager[None]):
+    """One call's. A generator in its place costs twice as much, and each flush has a turn."""
+
+    __slots__ = ("_patience_s", "_turns")
+
+    def __init__(self, turns: Turns, patience_s: float) -> None:
+        self._turns = turns
+        self._patience_s = patience_s
+
+    async def __aenter__(self) -> None:
+        await self._turns.begin(self._patience_s)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._turns.end(answered=kind is None)
