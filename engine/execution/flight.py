@@ -122,7 +122,7 @@ def _in_error(verdict: int) -> Note:
 def _add(notes: dict[int, Note], listing: Listing, reports: list[Logprobs]) -> None:
     if listing.rows is None:
         note = notes.setdefault(listing.chunk, Note())
-        if note.error is None:
+        if note.error is None or note.error_code == NO_TOKEN_ALLOWED:  # the model is sound then
             note.prompt_logprobs += enumerate(reports, listing.position)
     else:
         for row, report in zip(listing.rows.tolist(), reports, strict=True):
@@ -154,4 +154,5 @@ def joined(parts: list[tuple[Part, Ids, dict[int, Note]]]) -> StepResult:
 def _merge(whole: Note, piece: Note) -> None:
     whole.logprobs = piece.logprobs or whole.logprobs
     whole.prompt_logprobs += piece.prompt_logprobs
-    whole.error = whole.error or piece.error
+    if whole.error is None:
+        whole.error, whole.error_code = piece.error, piece.error_code

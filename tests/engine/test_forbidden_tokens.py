@@ -157,6 +157,25 @@ def test_an_output_that_may_say_nothing_ends_alone_and_says_why(
     assert engine.generate([PROMPT] * 8, plain)[7].token_ids == alone
 
 
+def test_a_step_that_had_to_be_split_still_says_that_an_output_was_stuck(model):
+    engine = make(model)
+    failed = []
+
+    def fault(point, work, tensor):
+        if point == "forward" and len(work) > 1:
+            failed.append(len(work))
+            raise RuntimeError("not together")
+
+    engine.core.runner.fault_hook = fault
+    stuck = greedy(allowed_token_ids=[5], bad_words=[[5]], prompt_logprobs=0)
+    outputs = engine.generate([PROMPT] * 3, [greedy(), stuck, greedy()])
+    assert failed
+    assert [output.error_code for output in outputs] == [None, "no_token_allowed", None]
+    # what was asked about the prompt is known all the same
+    listed = outputs[1].prompt_logprobs
+    assert [sorted(one or ()) for one in listed] == [[], *([token] for token in PROMPT[1:])]
+
+
 def test_one_choice_that_is_stuck_leaves_the_others_alone(engine):
     # of the second token some are drawn from which nothing may follow
     allowed = [1, 2]
