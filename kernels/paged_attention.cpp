@@ -23,19 +23,28 @@ struct Packing {
 };
 
 struct Plan {
-    std::vector<Item> items;
+    std::vector<Item> items;  // chunks, then decodes
     std::vector<Packing> packings;
     std::vector<int64_t> decodes, first_partial;  // sequences with one query; their splits follow
-    int64_t partials = 0, work = 0;
+    int64_t chunks = 0, partials = 0, work = 0;
 
     explicit Plan(const Problem& p) {
         for (int64_t s = 0; s < p.sequences; s++) {
             work += p.query_len(s) * p.kv_lens[s] * p.q_heads * p.dim;
             if (p.query_len(s) > 1) add_chunk(p, s);
         }
+        chunks = items.size();
         for (int64_t s = 0; s < p.sequences; s++)
             if (p.query_len(s) == 1) add_decode(p, s);
         first_partial.push_back(partials);
+    }
+    // Decode items that a thread takes at once: those of a sequence, whose heads lie side by side in memory, as long as
+    // there are some for every thread.
+    int64_t decodes_at_once(int64_t threads) const {
+        const int64_t count = items.size() - chunks, shared = count / (4 * threads);
+        if (shared <= 1) return 1;
+        const int64_t of_sequence = count / (int64_t)decodes.size();
+        return shared < of_sequence ? shared : of_sequence;
     }
     void add_chunk(const Problem& p, int64_t s) {
         const int64_t length = p.query_len(s), group = p.group();
@@ -87,10 +96,10 @@ EXPORT void tf_paged_attention(const AttentionArguments* arguments) {
     if ((int64_t)tiles.size() < packings * packed + 64) tiles.resize(packings * packed + 64);
     uint8_t* shared = (uint8_t*)(((uintptr_t)tiles.data() + 63) & ~(uintptr_t)63);
     const int64_t items = plan.items.size(), merges = plan.decodes.size() * q_heads;
+    const int64_t at_once = plan.decodes_at_once(omp_get_max_threads());
 #pragma omp parallel if (plan.work > SERIAL_ELEMENTS)
     {
         const TinyIsZero tiny(on_tiles || decodes_on_tiles(p));
-        bool configured = false;
         if (packings > 0) {
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < packings; i++) {
@@ -98,20 +107,20 @@ EXPORT void tf_paged_attention(const AttentionArguments* arguments) {
                 pack_shared(p, at.sequence, at.head, at.tile, shared + i * packed);
             }
         }
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < items; i++) {  // chunks, which leave no tiles configured, come first
-            if (plan.items[i].partial >= 0) {
-                if (!configured) configure_decode_tiles(p);
-                configured = true;
-                decode_item(p, plan.items[i], memory);
-            } else if (on_tiles) {
+        if (plan.chunks > 0) {
+#pragma omp for schedule(dynamic) nowait
+            for (int64_t i = 0; i < plan.chunks; i++) {
                 const int64_t first = plan.items[i].packed;
-                chunk_item_on_tiles(p, plan.items[i], first < 0 ? nullptr : shared + first * packed);
-            } else {
-                chunk_item(p, plan.items[i]);
+                if (on_tiles) chunk_item_on_tiles(p, plan.items[i], first < 0 ? nullptr : shared + first * packed);
+                else chunk_item(p, plan.items[i]);
             }
         }
-        if (configured) release_decode_tiles(p);
+        if (plan.chunks < items) {
+            configure_decode_tiles(p);
+#pragma omp for schedule(dynamic, at_once)
+            for (int64_t i = plan.chunks; i < items; i++) decode_item(p, plan.items[i], memory);
+            release_decode_tiles(p);
+        }
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < merges; i++) {
             int64_t d = i / q_heads, head = i % q_heads, group = p.group();

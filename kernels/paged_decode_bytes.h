@@ -10,7 +10,7 @@ namespace tf {
 
 // The scales of the tokens of a decode item; 0 for those that fill up the last vector.
 struct RowScales {
-    alignas(64) float k[TALL_SPLIT], v[TALL_SPLIT];
+    alignas(64) float k[SPLIT], v[SPLIT];
 
     INLINE void find(const Problem& p, const Item& item) {
         const int64_t count = item.end - item.begin, bytes = (round_up(count, LANES) - count) * sizeof(float);
