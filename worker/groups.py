@@ -15,6 +15,7 @@ from tokenfleet.producer.errors import BrokerUnsupported, KeyOccupied
 from tokenfleet.producer.keys import GROUP
 from tokenfleet.producer.scripts import load
 from tokenfleet.worker.claims import text, together
+from tokenfleet.worker.incarnation import Incarnation, WorkerIdTaken
 from tokenfleet.worker.partitions import Silences, look
 
 HEARTBEAT = load("tokenfleet.worker.lua", "heartbeat")
@@ -87,8 +88,8 @@ class Groups:
     ) -> int:
         """Write the worker's line for `ttl_ms`; 0 takes it away. Returns the server's ms.
 
-        Parts of a cluster that are away or silent have no line, and are asked again; raises where
-        all are.
+        Raises WorkerIdTaken where the line is another incarnation's. Parts of a cluster that are
+        away or silent have no line, and are asked again; raises where all are.
         """
         values = [part for pair in line.items() for part in pair]
 
@@ -96,8 +97,12 @@ class Groups:
             names = self._connection.keys(partition)
             keys = [names.workers, names.worker(worker_id)]
             args = [worker_id, ttl_ms, *values]
-            now = await self._connection.run(HEARTBEAT, partition, keys, args, patience_s=0.5)
-            return int(now)
+            reply = await self._connection.run(HEARTBEAT, partition, keys, args, patience_s=0.5)
+            if isinstance(reply, list):
+                key, seen, host, pid, pids = reply
+                other = Incarnation(text(key), text(host), pid, text(pids))
+                raise WorkerIdTaken(worker_id, other, seen)
+            return int(reply)
 
         asked = self._silences.asked(range(self._connection.partitions))
         found, unseen = await look(beat, asked, self._silences)

@@ -1,25 +1,27 @@
 """This worker in the eyes of others: its line in the worker table, and what its start took.
 
-A worker that is not in the table serves all the same; nobody's job depends on the line.
+A worker that is not in the table serves all the same; nobody's job depends on the line. But none
+serves under the id of another one that is alive.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.metadata import version
 
 import structlog
 
 from tokenfleet.engine.stats import StepStats
 from tokenfleet.worker.broker import BROKER_ERRORS, Broker
+from tokenfleet.worker.incarnation import Incarnation, WorkerIdTaken
 from tokenfleet.worker.queue import JobQueue
 
 HEARTBEAT_S = 4.0
 HEARTBEAT_TTL_S = 15.0
+LOOK_S = 0.5
 
 log = structlog.get_logger()
 
@@ -44,11 +46,16 @@ class Presence:
         self._broker = broker
         self._about = about
         self._on_registered = on_registered
+        self._who = Incarnation()
         self._fixed: dict[str, str | int | float] = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
+            **self._who.as_line(),
             "version": version("tokenfleet"),
         }
+        self._held_at: int | None = None
+        """When another worker under our id, of which we do not know whether it is alive, had
+        written its line; by the server's clock."""
+        self.named = asyncio.Event()
+        """Set once nobody else is known to have our id."""
         self.last_written: float | None = None
         """When the line was last written, by a script; monotonic."""
 
@@ -58,19 +65,41 @@ class Presence:
         return self.last_written is not None
 
     async def run(self) -> None:
-        """Write the line every few seconds until cancelled."""
+        """Write the line every few seconds until cancelled.
+
+        Raises WorkerIdTaken: another worker keeps up a line under our id.
+        """
         while True:
             try:
                 await self._queue.heartbeat({**self._fixed, **self._about()}, ttl_s=HEARTBEAT_TTL_S)
+            except WorkerIdTaken as error:
+                await self._wait_for_id(error)
+                continue
             except BROKER_ERRORS as error:
+                self.named.set()
                 self._broker.away("heartbeat", error)
                 await self._broker.pause()
                 continue
+            self.named.set()
             self._broker.reached()
             first, self.last_written = not self.registered, time.monotonic()
             if first:
                 self._on_registered()
             await asyncio.sleep(HEARTBEAT_S)
+
+    async def _wait_for_id(self, taken: WorkerIdTaken) -> None:
+        """A line of a worker that was killed runs out; a second one of a worker that lives does
+        not come to us."""
+        if self.registered or self._held_at not in (None, taken.seen_ms):
+            raise taken
+        if self._who.knows_ended(taken.holder):
+            with suppress(*BROKER_ERRORS):
+                await self._queue.take_over()
+            return
+        if self._held_at is None:
+            log.warning("worker_id_held", problem=str(taken), at_most_s=HEARTBEAT_TTL_S)
+        self._held_at = taken.seen_ms
+        await asyncio.sleep(LOOK_S)
 
 
 class Pace:

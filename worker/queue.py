@@ -289,9 +289,16 @@ class JobQueue:
         return total
 
     async def heartbeat(self, info: Mapping[str, str | int | float], *, ttl_s: float = 15.0) -> int:
-        """Show this worker in the worker table for `ttl_s`. Returns the server's time in ms."""
-        line = {"model": self.model_name, **info}
+        """Show this worker in the worker table for `ttl_s`. Returns the server's time in ms.
+
+        Raises WorkerIdTaken where `info` begins with an incarnation and another has the line.
+        """
+        line = {**info, "model": self.model_name}
         return await self._groups.heartbeat(self.worker_id, line, ttl_ms=int(ttl_s * 1000))
+
+    async def take_over(self) -> None:
+        """Take away the line that a worker which has ended left under this one's id."""
+        await self._groups.heartbeat(self.worker_id, {}, ttl_ms=0)
 
     async def leave(self) -> None:
         """Leave the worker table, and the groups in which no job is held."""

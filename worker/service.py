@@ -5,9 +5,9 @@
                       publisher --emit, finish--> Redis
     beside them: lease keeper, reaper, heartbeat, control, health
 
-Ends in one of three ways: drained on request (exit 0), never able to start (2: settings or model,
-3: no Redis), or broken: without an engine that stays alive, or by a fault of ours (1). In all of
-them every job that Redis can be told of is handed back first.
+Ends in one of three ways: drained on request (exit 0), never able to start (2: settings, model or
+an id that another one has, 3: no Redis), or broken: without an engine that stays alive, or by a
+fault of ours (1). In all of them every job that Redis can be told of is handed back first.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from tokenfleet.worker.drain import Drain
 from tokenfleet.worker.engine_link.engine_host import EngineHost, EngineLost
 from tokenfleet.worker.engine_link.engine_process import EngineHandle, EngineInfo, new_engine
 from tokenfleet.worker.health import HealthServer
+from tokenfleet.worker.incarnation import WorkerIdTaken
 from tokenfleet.worker.intake import Intake
 from tokenfleet.worker.lease import LeaseKeeper
 from tokenfleet.worker.loops import fastest_loop, to_the_end
@@ -227,7 +228,7 @@ class WorkerService:
         except OSError as error:
             log.error("health_not_served", port=self.settings.health_port, error=str(error))
             return EXIT_BAD_INPUT
-        intake = self._start("intake", self._intake.run())
+        intake = self._start("intake", self._take_jobs())
         self._start("publisher", self._publisher.run())
         self._start("leases", self._leases.run())
         self._start("reaper", self._reaper.run())
@@ -253,6 +254,14 @@ class WorkerService:
             if health is not None:
                 await health.stop()
         return code
+
+    async def _take_jobs(self) -> None:
+        """Once it is known that nobody else does so under our id."""
+        first = [asyncio.ensure_future(one.wait()) for one in (self._presence.named, self._stop)]
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        for one in first:
+            one.cancel()
+        await self._intake.run()
 
     async def _close(self) -> None:
         """Stop what still runs, leave the worker table, give telemetry a last chance; each of them
@@ -379,6 +388,9 @@ def _exit_code(tasks: list[asyncio.Task[None]]) -> int:
             continue
         if isinstance(error, ConfigError | UnsupportedModel | CheckpointError):
             log.error("model_refused", error=str(error), kind=type(error).__name__)
+            return EXIT_BAD_INPUT
+        if isinstance(error, WorkerIdTaken):
+            log.error("worker_id_taken", error=str(error))
             return EXIT_BAD_INPUT
         if isinstance(error, EngineLost):
             log.error("engine_lost", error=str(error))

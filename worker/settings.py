@@ -63,7 +63,7 @@ class WorkerSettings(BaseSettings):
     partitions: Count | None = None
     """Parts the keyspace is spread over; None = 1 on a single server, 16 on a cluster."""
     worker_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] | None = None
-    """Name in leases and logs; None = host, process id and a random part."""
+    """Name in leases and logs, of this worker alone; None = host, process id and a random part."""
 
     model: Path
     """Directory with config.json, safetensors and tokenizer."""
