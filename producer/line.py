@@ -192,7 +192,7 @@ class _Replies(asyncio.Protocol):
         self._before.connection_lost(error)
 
     def _too_late(self) -> None:
-        """The last call's time is up. Where its reply has come, nobody waits and nothing is wrong."""
+        """The last call's time is up; where its reply has come, nothing is wrong."""
         if self._waiters:
             self._fail(TimeoutError("Timeout reading from socket"))
 

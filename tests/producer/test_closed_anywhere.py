@@ -117,7 +117,11 @@ async def test_a_queue_closed_in_the_middle_of_its_calls_leaves_nothing_open(bar
 async def _at_every_turn(
     lab: Any, once: Callable[[int, AsyncClient, str], Awaitable[None]], up_to: int = TURNS
 ) -> None:
-    own, job_id = await lab.raw.client_id(), await lab.submit()
+    async def connected() -> set[str]:
+        return {one["id"] for one in await lab.raw.client_list()}
+
+    job_id = await lab.submit()
+    own = await connected()
     before = sockets()
     for number in range(1, up_to):
         await once(number, AsyncClient(lab.server.url, namespace=lab.namespace), job_id)
@@ -125,6 +129,6 @@ async def _at_every_turn(
         assert sockets() <= before, f"left open when stopped after {number} turns of the loop"
 
     async def alone() -> bool:
-        return {int(one["id"]) for one in await lab.raw.client_list()} == {own}
+        return await connected() == own
 
     await lab.until(alone)

@@ -13,6 +13,7 @@ from redis.exceptions import ConnectionError, NoScriptError, ResponseError, Time
 from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import BrokerUnavailable
 from tokenfleet.producer.line import Line
+from tokenfleet.producer.patience import Patience
 from tokenfleet.producer.scripts import Script
 from tokenfleet.worker.claims import flat
 
@@ -125,6 +126,21 @@ async def test_a_reply_that_is_not_there_in_time_is_a_timeout_and_the_next_call_
         with pytest.raises(TimeoutError):
             await line.execute_command("BLPOP", f"{valkey_lab.namespace}:nothing", 0)
         assert await line.execute_command("ECHO", "b") == b"b"
+
+
+async def test_a_line_on_which_nobody_waits_stays_open_however_long(valkey_lab, monkeypatch):
+    times_up: list[Callable[[], None]] = []
+
+    class Noted(Patience):
+        def __init__(self, over: Callable[[], None]) -> None:
+            super().__init__(over)
+            times_up.append(over)
+
+    monkeypatch.setattr("tokenfleet.producer.line.Patience", Noted)
+    async with line_to(valkey_lab) as line:
+        number = await line.execute_command("CLIENT ID")
+        times_up[0]()
+        assert await line.execute_command("CLIENT ID") == number
 
 
 async def test_a_connection_killed_under_a_call_raises_and_the_next_call_opens_another(valkey_lab):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from redis.asyncio import Redis
 
 
 @pytest.mark.parametrize("ended_by", ["drained", "cancelled"])
@@ -63,6 +64,8 @@ async def test_a_worker_closes_its_connections_although_its_engine_cannot_be_sto
 
 
 async def _alone(fleet) -> bool:
-    """Whether nobody but the test is connected."""
-    asking = await fleet.redis.client_id()
-    return [int(client["id"]) for client in await fleet.redis.client_list()] == [asking]
+    """Whether nobody is connected any more, once the test itself is not."""
+    await fleet.connection.aclose()
+    async with Redis.from_url(fleet.server.url) as asking:
+        own = await asking.client_id()
+        return [int(client["id"]) for client in await asking.client_list()] == [own]
