@@ -35,7 +35,7 @@ class Tiles:
 TILES = {
     # (operands, rows): not measured yet; chosen to fill the memory pipeline without spills
     ("16 bit", 16): Tiles(16, 64, 64, 4, 6),
-    ("16 bit", 32): Tiles(32, 64, 128, 4, 4),
+    ("16 bit", 32): Tiles(32, 64, 64, 4, 6),
     ("16 bit", 64): Tiles(64, 64, 64, 4, 4),
     ("16 bit", 128): Tiles(128, 128, 64, 8, 3),
     ("8 bit", 16): Tiles(16, 64, 128, 4, 4),
