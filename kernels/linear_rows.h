@@ -29,19 +29,14 @@ struct BlockPair {
     const uint8_t *first, *second;
 };
 
-// out [32][32] = 32 rows times a pair. The first KEPT_DEPTH tiles of the pair's blocks stay in the first cache for
-// the next rows; all else is streamed past it. meanwhile(k) is called at each step of the depth.
+// 32 rows times a pair, in the tiles 0-3. What lay there goes to `before` [32][32] first, each tile before it begins
+// again: the next product then need not wait for all four. The first KEPT_DEPTH tiles of the pair's blocks stay in the
+// first cache for the next rows; all else is streamed past it. meanwhile(k) is called at each step of the depth.
 template <typename Op, bool TWO, typename Meanwhile>
-INLINE void rows_times_pair(const uint8_t* left, const Panel& panel, BlockPair right, typename Op::Result* out,
-                            Meanwhile meanwhile) {
+INLINE void rows_times_pair(const uint8_t* left, const Panel& panel, BlockPair right, typename Op::Result* before, Meanwhile meanwhile) {
     const uint8_t* lower = left + 16 * panel.stride;
     const int64_t row_step = panel.row_step(), depth_step = panel.depth_step();
-    before_tiles();
-    _tile_zero(0);
-    _tile_zero(2);
-    if (TWO) _tile_zero(1);
-    if (TWO) _tile_zero(3);
-    for (int64_t k = 0; k < panel.depth_blocks; k++) {
+    const auto load_step = [&](int64_t k) INLINE_LAMBDA {
         _tile_stream_loadd(4, left + k * depth_step, row_step);
         _tile_stream_loadd(5, lower + k * depth_step, row_step);
         if (k < KEPT_DEPTH) {
@@ -51,16 +46,37 @@ INLINE void rows_times_pair(const uint8_t* left, const Panel& panel, BlockPair r
             _tile_stream_loadd(6, right.first + k * BLOCK_BYTES, 64);
             if (TWO) _tile_stream_loadd(7, right.second + k * BLOCK_BYTES, 64);
         }
+    };
+    before_tiles();
+    load_step(0);
+    _tile_stored(0, before, 128);
+    _tile_zero(0);
+    Op::template multiply<0, 4, 6>();
+    _tile_stored(2, before + 16 * 32, 128);
+    _tile_zero(2);
+    Op::template multiply<2, 5, 6>();
+    _tile_stored(1, before + 16, 128);
+    _tile_zero(1);
+    if (TWO) Op::template multiply<1, 4, 7>();
+    _tile_stored(3, before + 16 * 32 + 16, 128);
+    _tile_zero(3);
+    if (TWO) Op::template multiply<3, 5, 7>();
+    meanwhile(0);
+    for (int64_t k = 1; k < panel.depth_blocks; k++) {
+        load_step(k);
         Op::template multiply<0, 4, 6>();
         Op::template multiply<2, 5, 6>();
         if (TWO) Op::template multiply<1, 4, 7>();
         if (TWO) Op::template multiply<3, 5, 7>();
         meanwhile(k);
     }
-    _tile_stored(0, out, 128);
-    _tile_stored(2, out + 16 * 32, 128);
-    if (TWO) _tile_stored(1, out + 16, 128);
-    if (TWO) _tile_stored(3, out + 16 * 32 + 16, 128);
+}
+
+template <typename Result> INLINE void store_sums(Result* to) {
+    _tile_stored(0, to, 128);
+    _tile_stored(1, to + 16, 128);
+    _tile_stored(2, to + 16 * 32, 128);
+    _tile_stored(3, to + 16 * 32 + 16, 128);
 }
 
 // out [][32] = the panel's up to 16, or up to 32, rows times a pair, for which the tiles are configured; asks
@@ -105,12 +121,11 @@ template <typename F> INLINE Four of_rows(Rows<4>, F f) { return {{f(0), f(1), f
 // twice, to the same bits.
 template <typename Op, int64_t AT_ONCE, typename Right, typename Finish>
 INLINE void rows_on_tiles(const Panel& panel, int64_t pairs, Right right, Finish finish) {
-    alignas(64) typename Op::Result sums[2][TILE_ROWS * 32];
+    alignas(64) typename Op::Result sums[TILE_ROWS * 32];  // of the rows before, while the tiles hold those of the next
     configure_tiles(16, 16);
     const int64_t threads = omp_get_num_threads(), depth = panel.depth_blocks, block_lines = depth * 16;
     const int64_t tall = PANEL_BYTES / (depth * DEPTH_BYTES) / TILE_ROWS * TILE_ROWS, height = tall > TILE_ROWS ? tall : TILE_ROWS;
     int64_t left_row = 0, left_pair = -1;  // whose sums are to be finished
-    int now = 0;
     const auto finish_four = [&](const typename Op::Result* from, int64_t r) INLINE_LAMBDA {
         const int64_t row = left_row + r;
         if (row + 4 <= panel.rows) finish(Rows<4>{}, from + r * 32, row, left_pair);
@@ -129,23 +144,23 @@ INLINE void rows_on_tiles(const Panel& panel, int64_t pairs, Right right, Finish
                 int64_t finished = left_pair >= 0 ? 0 : TILE_ROWS, due = 0;  // an eighth of the rows each time due passes the depth
                 const auto meanwhile = [&](int64_t k) INLINE_LAMBDA {
                     for (due += TILE_ROWS / 4; due >= depth; due -= depth, finished += 4)
-                        if (finished < TILE_ROWS) finish_four(sums[1 - now], finished);
+                        if (finished < TILE_ROWS) finish_four(sums, finished);
                     for (int64_t line = asked + k * lines; line < asked + (k + 1) * lines; line++) {
                         _mm_prefetch((const char*)next.first + line * 64, _MM_HINT_T1);
                         _mm_prefetch((const char*)next.second + line * 64, _MM_HINT_T1);
                     }
                 };
                 const uint8_t* left = panel.rows_at + row * panel.stride;
-                if (here.second)
-                    rows_times_pair<Op, true>(left, panel, here, sums[now], meanwhile);
-                else
-                    rows_times_pair<Op, false>(left, panel, here, sums[now], meanwhile);
-                left_row = row, left_pair = pair, now = 1 - now;
+                if (here.second) rows_times_pair<Op, true>(left, panel, here, sums, meanwhile);
+                else rows_times_pair<Op, false>(left, panel, here, sums, meanwhile);
+                left_row = row, left_pair = pair;
             }
         }
     }
-    if (left_pair >= 0)
-        for (int64_t r = 0; r < TILE_ROWS; r += 4) finish_four(sums[1 - now], r);
+    if (left_pair >= 0) {
+        store_sums(sums);
+        for (int64_t r = 0; r < TILE_ROWS; r += 4) finish_four(sums, r);
+    }
     _tile_release();
 }
 
