@@ -115,9 +115,15 @@ class JobQueue:
         return self._connection
 
     async def ensure(self) -> list[str]:
-        """Redis is usable and the groups exist. Returns warnings about how it is set up."""
+        """Redis is usable by a worker, and the groups exist. Returns warnings about how it is set
+        up."""
         await self._connection.ready()
         await together([self._check_allowed(partition) for partition in self._partitions()])
+        return await self.ensure_groups()
+
+    async def ensure_groups(self) -> list[str]:
+        """The same for an operator, who may not do what a worker may."""
+        await self._connection.ready()
         problems = await self._groups.ensure(self._all_streams())
         return problems + await self._groups.policy_warnings()
 

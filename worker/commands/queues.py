@@ -79,7 +79,7 @@ def queue_ensure(
             queue = JobQueue(
                 connection, namespace=broker.namespace, worker_id="ensure", model_name=model
             )
-            await queue.ensure()
+            await queue.ensure_groups()
             await queue.aclose()
         rows = [
             {"model": depth.model, "priority": depth.priority, "waiting": depth.waiting}
