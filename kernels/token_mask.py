@@ -18,7 +18,7 @@ from tokenfleet.kernels.backend import uses_triton
 def allow_only(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     """Set logits fp32 [R, V] to -inf, in place, where a token is not allowed.
 
-    rows int64 [N]: which rows, in ascending order. words int32 [N, W]: token v of rows[i] is allowed
+    rows int64 [N]: which rows, ascending. words int32 [N, W]: token v of rows[i] is allowed
     where bit v % 32 of words[i, v // 32] is 1; a token behind the words is not.
     """
     if uses_triton(logits) and logits.stride(1) == 1:
