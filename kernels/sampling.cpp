@@ -212,7 +212,8 @@ int64_t draw_of_few(const SampleArguments& a, int64_t row, Scratch& s) {
     const int64_t k = a.top_k[row];
     s.sorted_heads = s.heads;
     std::nth_element(s.sorted_heads.begin(), s.sorted_heads.begin() + (k - 1), s.sorted_heads.end(), std::greater<>());
-    const float at_least = s.sorted_heads[k - 1];
+    // what a grammar or a list forbids is no candidate: whole vocabularies would be sorted for a few tokens
+    const float at_least = std::max(s.sorted_heads[k - 1], -__FLT_MAX__);
     s.items.clear();
     for (size_t b = 0; b < s.heads.size(); b++) {
         if (!(s.heads[b] >= at_least)) continue;
@@ -220,8 +221,8 @@ int64_t draw_of_few(const SampleArguments& a, int64_t row, Scratch& s) {
             if (s.scaled[i] >= at_least) s.items.push_back({s.scaled[i], (int32_t)i});
     }
     order(s.items);
-    if ((int64_t)s.items.size() < k) return s.items.empty() ? 0 : s.items[0].second;  // NaN: poisoned anyway
-    const float top = s.items[0].first, kth = s.items[k - 1].first;
+    if (s.items.empty()) return 0;  // NaN: poisoned anyway; or all is forbidden
+    const float top = s.items[0].first, kth = s.items[std::min<size_t>(k, s.items.size()) - 1].first;
     double total = 0.0, before = 0.0;
     for (const Item& item : s.items)
         if (item.first >= kth) total += __builtin_expf(item.first - top);

@@ -182,3 +182,15 @@ def test_a_forbidden_token_never_wins():
     logits = torch.full((2000, 3000), -torch.inf)
     logits[:, 17] = 0.0
     assert (sample(logits, rows_of([(1.0, 0, 1.0, 0.0)] * 2000, 3000)) == 17).all()
+
+
+@pytest.mark.parametrize("possible", [1, 3, 40])
+@pytest.mark.parametrize("top_k", [2, 50])
+def test_fewer_possible_tokens_than_top_k_are_drawn_from_as_the_reference_does(possible, top_k):
+    logits = torch.full((20, 3000), -torch.inf)
+    places = torch.arange(possible) * 71 + 5
+    logits[:, places] = torch.linspace(-1.0, 2.0, possible).expand(20, -1)
+    rows = rows_of([(0.8, top_k, 0.9, 0.05)] * 20, 3000)
+    drawn = sample(logits, rows)
+    assert drawn.tolist() == sampling.sample_reference(logits, rows).tolist()
+    assert set(drawn.tolist()) <= set(places.tolist())
