@@ -22,6 +22,7 @@ import redis.asyncio as aio
 from redis.exceptions import (
     AskError,
     ConnectionError,
+    MovedError,
     RedisClusterException,
     RedisError,
     TimeoutError,
@@ -35,6 +36,8 @@ def staying(kind: Any) -> Any:
     async def read_response(self: Any, *args: Any, **options: Any) -> Any:
         try:
             return await kind.read_response(self, *args, **options)
+        except MovedError:  # an AskError to redis-py, and a slot that lies there for good
+            raise
         except AskError as error:
             moves = f"TRYAGAIN slot {error.slot_id} is on its way to another server"
             raise TryAgainError(moves) from error

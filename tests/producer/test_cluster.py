@@ -233,6 +233,16 @@ async def test_nothing_is_written_to_a_slot_where_it_does_not_lie_yet(
                 assert await server.execute_command("CLUSTER COUNTKEYSINSLOT", slot) == 0
 
 
+async def test_a_slot_that_has_moved_is_followed(connection):
+    manager, names = connection.client.nodes_manager, connection.keys(5)
+    slot = await connection.client.cluster_keyslot(names.prefix)
+    home = manager.slots_cache[slot][0]
+    other = next(node for node in manager.nodes_cache.values() if node is not home)
+    manager.slots_cache[slot] = [other]
+    assert await connection.execute("EXISTS", names.workers) == 0
+    assert manager.slots_cache[slot][0].name == home.name
+
+
 async def test_a_slot_that_is_down_closes_no_connection_to_the_other_servers(
     connection, monkeypatch
 ):
