@@ -12,6 +12,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from contextlib import suppress
 from functools import cache
 from typing import Protocol
 
@@ -53,12 +54,16 @@ class PieceTable:
         self._tokenizer = tokenizer
         self._skip = skip
         self._known: dict[int, bytes] = {}
+        self.texts: dict[int, str] = {}
+        """Of tokens seen that are whole characters by themselves."""
 
     def bytes_of(self, token_id: int) -> bytes:
         """UTF-8, possibly an incomplete character; empty for ids without text."""
         piece = self._known.get(token_id)
         if piece is None:
             piece = self._known[token_id] = self._work_out(token_id)
+            with suppress(UnicodeDecodeError):
+                self.texts[token_id] = piece.decode()
         return piece
 
     def _work_out(self, token_id: int) -> bytes:
@@ -83,6 +88,9 @@ class ByteDetokenizer:
 
     def push(self, token_id: int) -> str:
         """The token's bytes, as far as they are whole characters."""
+        text = self._pieces.texts.get(token_id)
+        if text is not None and not self._at_start and not self._decoder.buffer:
+            return text  # as nearly always
         return self._strip(self._decoder.decode(self._pieces.bytes_of(token_id)))
 
     def flush(self) -> str:

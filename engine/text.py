@@ -228,6 +228,7 @@ class TextStream:
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = StopMatcher(params.stop, include=params.include_stop)
+        self._looks = bool(self._stops)
         self._min_tokens = params.min_tokens
         self._ending = ending
         self._num_tokens = 0
@@ -235,9 +236,12 @@ class TextStream:
     def push(self, token_ids: Sequence[int], *, ended: bool = False) -> TextDelta:
         """Take new tokens; `ended` says that no more will come (the last may be an EOS token)."""
         visible = token_ids[:-1] if ended and self._ends(token_ids) else token_ids
-        if not self._stops:  # nothing is looked for, nothing held back
+        if not self._looks:  # nothing is looked for, nothing held back
             self._num_tokens += len(visible)
-            text = "".join([self._detokenizer.push(token_id) for token_id in visible])
+            if len(visible) == 1:
+                text = self._detokenizer.push(visible[0])
+            else:
+                text = "".join([self._detokenizer.push(token_id) for token_id in visible])
             if ended:
                 text += self._detokenizer.flush()
             return TextDelta(text, None, len(token_ids))
@@ -263,6 +267,7 @@ class TextStream:
         twin._stops = self._stops.copy()
         if params is not None:
             twin._stops = StopMatcher(params.stop, include=params.include_stop)
+            twin._looks = bool(twin._stops)
             twin._min_tokens, twin._ending = params.min_tokens, ending
         twin._num_tokens = 0
         return twin

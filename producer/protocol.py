@@ -109,9 +109,11 @@ class Event:
         """Back from `pack`."""
         wire = unpack(packed, "event")
         try:
-            if "error" in wire:
-                wire["error"] = EventError(*wire["error"])
-            _make_tuples(wire, "token_ids", "logprobs", "prompt_logprobs")
+            wire["token_ids"] = tuple(wire.get("token_ids", ()))
+            if not wire.keys() <= _PLAIN:
+                if "error" in wire:
+                    wire["error"] = EventError(*wire["error"])
+                _make_tuples(wire, "logprobs", "prompt_logprobs")
         except TypeError as error:
             raise undecodable("event", error) from error
         return build(cls, wire, "event")
@@ -127,6 +129,10 @@ class Event:
             return self
         cut = None if self.logprobs is None else self.logprobs[behind:]
         return replace(self, offset=offset, token_ids=self.token_ids[behind:], logprobs=cut)
+
+
+_PLAIN = {"offset", "choice", "attempt", "token_ids", "text"}
+"""Fields of nearly every event."""
 
 
 @dataclass(frozen=True, slots=True)

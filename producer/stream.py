@@ -177,7 +177,7 @@ class _Run:
             if said is not None:
                 before, entry, event = said
                 if before == self._cursor:
-                    if not self._is_doubtful(event):
+                    if event.attempt == self._attempt or not self._is_doubtful(event):
                         if (fresh := self._step(entry, event)) is not None:
                             yield fresh
                         continue
@@ -246,17 +246,22 @@ class _Run:
     def _step(self, entry: EntryId, event: Event) -> Event | None:
         """Move the cursor; what of the entry is to be handed out, None where nothing is."""
         self._cursor, self._ended = entry, event.final
-        self._attempt = max(self._attempt, event.attempt)
+        if event.attempt > self._attempt:
+            self._attempt = event.attempt
         self._absence.ran = self._attempt > 0
-        if event.token_ids and event.end <= self._from_offset:
-            return None
-        event = event.after(self._from_offset)
+        if event.offset < self._from_offset:
+            if event.token_ids and event.end <= self._from_offset:
+                return None
+            event = event.after(self._from_offset)
         fresh = self._unseen(event) if self._passing else event
         if fresh is not None:
-            given = self._given.setdefault(fresh.choice, [0, 0])
-            given[0] += len(fresh.token_ids)
+            count = len(fresh.token_ids)
+            given = self._given.get(fresh.choice)
+            if given is None:
+                given = self._given[fresh.choice] = [0, 0]
+            given[0] += count
             given[1] += len(fresh.text)
-            self.offset = max(self.offset, fresh.end)
+            self.offset = max(self.offset, fresh.offset + count)
         return fresh
 
     def _unseen(self, event: Event) -> Event | None:

@@ -27,6 +27,9 @@ from tokenfleet.worker.roster import Roster
 _HELD = (Stage.CLAIMED, Stage.READY, Stage.RUNNING)
 """Stages of a job that this worker works on."""
 
+Heard = tuple[Job, StepEvent]
+"""What the engine said, and of which job."""
+
 log = structlog.get_logger()
 
 
@@ -169,27 +172,26 @@ class Dispatcher:
             self._roster.touch()
         self.launcher.heard()
 
-    def _by_haste(self, events: Iterable[StepEvent]) -> tuple[list[StepEvent], list[StepEvent]]:
-        """Events of jobs that have made no token yet, and the others."""
-        first: list[StepEvent] = []
-        others: list[StepEvent] = []
+    def _by_haste(self, events: Iterable[StepEvent]) -> tuple[list[Heard], list[Heard]]:
+        """Events of jobs that have made no token yet, and the others; those of nobody's are left
+        out."""
+        first: list[Heard] = []
+        others: list[Heard] = []
         for event in events:
             job = self._roster.by_engine_id(event.id)
-            begun = job is None or job.first_token_at is not None
-            (others if begun else first).append(event)
+            if job is not None:
+                (first if job.first_token_at is None else others).append((job, event))
         return first, others
 
-    def _heard_events(self, events: Iterable[StepEvent]) -> bool:
+    def _heard_events(self, events: Iterable[Heard]) -> bool:
         freed = False
-        for event in events:
-            freed = self._heard_event(event) or freed
+        for job, event in events:
+            if job.stage is Stage.RUNNING and self._heard_event(job, event):
+                freed = True
         return freed
 
-    def _heard_event(self, event: StepEvent) -> bool:
+    def _heard_event(self, job: Job, event: StepEvent) -> bool:
         """Returns whether a slot may have come free or a suspect is cleared."""
-        job = self._roster.by_engine_id(event.id)
-        if job is None or job.stage is not Stage.RUNNING:
-            return False
         first = job.first_token_at is None
         try:
             stopped = job.apply(event)
@@ -201,7 +203,7 @@ class Dispatcher:
         first = first and job.first_token_at is not None
         if first:
             self._telemetry.first_token(job.origin)
-        self._publish(job, urgent=first)
+        self._publisher.touch(job, urgent=first)
         return event.finish_reason is not None or job.ending is not None or first
 
     # ways out

@@ -72,7 +72,8 @@ class Publisher:
 
     def touch(self, job: Job, *, urgent: bool = False) -> None:
         """The job has something to publish; `urgent`: do not wait for the interval."""
-        self._lane(job.partition).touch(job, urgent=urgent)
+        lane = self._lanes.get(job.partition) or self._lane(job.partition)
+        lane.touch(job, urgent=urgent)
 
     @property
     def idle(self) -> bool:

@@ -12,22 +12,24 @@
 
 local now, replies = now_ms(), {}
 
+-- One job's. Most calls are this function many times over, so it makes no table of the fields that it reads.
 local function emit(key, id, attempt, events)
-  local job = fields(key, 'state', 'attempt', 'offset', 'last', 'cancel', 'deadline', 'on_disconnect', 'watched', 'alone')
-  if job.state ~= 'running' or tonumber(job.attempt) ~= attempt then return 1, 0 end
-  local code, offset, last, heard = 0, append_events(id, job, events, 1)
-  if offset == nil then
-    code, offset = 2, tonumber(job.offset)
+  local state, claim, offset, last, cancel, deadline, wish =
+    unpack(redis.call('HMGET', key, 'state', 'attempt', 'offset', 'last', 'cancel', 'deadline', 'on_disconnect'))
+  if state ~= 'running' or tonumber(claim) ~= attempt then return 1, 0 end
+  local code, after, entry, heard = 0, append_events(id, { offset = offset, last = last or nil }, events, 1)
+  if after == nil then
+    code, after = 2, tonumber(offset)
   else
-    redis.call('HSET', key, 'offset', offset, 'last', last)
-    if forsaken(id, job, now, heard) then
+    redis.call('HSET', key, 'offset', after, 'last', entry)
+    if wish == 'cancel' and forsaken(id, fields(key, 'on_disconnect', 'watched', 'alone'), now, heard) then
       redis.call('HSET', key, 'cancel', 1)
-      job.cancel = '1'
+      cancel = '1'
     end
   end
-  if job.cancel then code = code + 4 end
-  if past(job.deadline, now) then code = code + 8 end
-  return code, offset
+  if cancel then code = code + 4 end
+  if past(deadline, now) then code = code + 8 end
+  return code, after
 end
 
 for k, one in ipairs(cmsgpack.unpack(ARGV[3])) do
