@@ -1,4 +1,4 @@
-"""One client's way to Redis: what it may be given, how long it tries, what counts as unusable.
+"""One client's way to Redis: over which connections, how long it tries, what counts as unusable.
 
 Whether a call may be repeated is known here, and repeating is bounded by a time; redis-py itself
 never repeats one (dialing.py).
@@ -12,11 +12,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import redis
-import redis.asyncio as aio
 from redis.exceptions import (
     ReadOnlyError,
     RedisClusterException,
@@ -24,12 +22,14 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from tokenfleet.producer.address import CLUSTER, WAY_OUT, Address, parse_address
+from tokenfleet.producer.address import Address
 from tokenfleet.producer.allowed import check_allowed
 from tokenfleet.producer.checks import check_count, check_seconds
-from tokenfleet.producer.dialing import dial, dial_like, hang_up, look_again
-from tokenfleet.producer.errors import BrokerUnavailable, BrokerUnsupported, InvalidJob
+from tokenfleet.producer.dialing import hang_up, look_again
+from tokenfleet.producer.errors import BrokerUnavailable
 from tokenfleet.producer.forks import keep_for_parent
+from tokenfleet.producer.given import Broker, Given
+from tokenfleet.producer.greeting import check_greeting
 from tokenfleet.producer.keys import Keys, check_name
 from tokenfleet.producer.kinds import WRONG_TYPE, blame
 from tokenfleet.producer.line import Lines
@@ -37,9 +37,6 @@ from tokenfleet.producer.mended import Door
 from tokenfleet.producer.refusals import meaning_of, said, says_of_server
 from tokenfleet.producer.scripts import Executor, Script
 from tokenfleet.producer.turns import Turns
-
-Broker = str | aio.Redis | aio.RedisCluster | redis.Redis
-"""What a client may be given: a URL, or a redis-py client."""
 
 SOCKET_TIMEOUT_S = 5.0
 """Longest wait for a reply (less where connect_timeout_s is less). Blocking commands stay under."""
@@ -55,7 +52,6 @@ MOST_PARTITIONS = 16384
 _OFTEN, _WAITING = "often", "waiting"
 _CLOSED = "the client was closed during a call"
 
-_MINIMUM = {"redis": (7, 0), "valkey": (7, 2)}
 _PAUSES_S = (0.0, 0.05, 0.1, 0.2, 0.4)
 
 
@@ -72,16 +68,12 @@ class Connection:
     ) -> None:
         self.namespace = check_name("namespace", namespace)
         self.connect_timeout_s = check_seconds("connect_timeout_s", connect_timeout_s)
-        self.address = _checked(broker)
-        """What the URL said; None for a client that was handed in."""
-        self.cluster = isinstance(broker, aio.RedisCluster) or (
-            self.address is not None and self.address.kind == CLUSTER
-        )
+        self._given = Given(broker)
+        self.cluster = self._given.cluster
         self.announce = "SPUBLISH" if self.cluster else "PUBLISH"
         if partitions is None:
             partitions = CLUSTER_PARTITIONS if self.cluster else 1
         self.partitions = check_count("partitions", partitions, MOST_PARTITIONS)
-        self._broker = broker
         self._timeout_s = min(SOCKET_TIMEOUT_S, self.connect_timeout_s)
         self._client: Any = None
         self._lines = self._no_lines()
@@ -96,6 +88,11 @@ class Connection:
         self._pid = os.getpid()
         keep_for_parent(self)
 
+    @property
+    def address(self) -> Address | None:
+        """What the URL said; None for a client that was handed in."""
+        return self._given.address
+
     def keys(self, partition: int) -> Keys:
         """The keys of one partition."""
         return Keys(self.namespace, partition)
@@ -106,21 +103,16 @@ class Connection:
         self._check_open()
         if self._client is None or self._pid != os.getpid():
             self._door, self._turns, self._lines = Door(), {}, self._no_lines()
-            self._client, self._pid, self._checked = self._make(), os.getpid(), False
+            self._client = self._given.open(self._timeout_s, self._door)
+            self._pid, self._checked = os.getpid(), False
             self._allowed.clear()
         return self._client
-
-    def _make(self) -> Any:
-        if self.address is not None:
-            return dial(self.address, self._timeout_s, self._door)
-        assert not isinstance(self._broker, str)
-        return dial_like(self._broker, self._timeout_s, self._door)
 
     async def ready(self) -> None:
         """Redis is there and new enough. Raises BrokerUnavailable, BrokerUnsupported."""
         client = self.client
         if not self._checked:
-            _check_version(self._pairs(await self.ask_server("HELLO")))
+            check_greeting(await self.ask_server("HELLO"), self._given)
             self._checked = client is self._client
 
     async def run(
@@ -288,7 +280,7 @@ class Connection:
             turns.close(_CLOSED)
         self._door.shut()  # whatever becomes of the rest: this may be cancelled
         await self._lines.hang_up()
-        if client is not None and client is not self._broker:
+        if client is not None and client is not self._given.broker:
             await hang_up(client)
 
     def _turns_at(self, server: str) -> Turns:
@@ -322,7 +314,7 @@ class Connection:
 
     def _check_passing(self, error: Exception) -> None:
         """Return where the same call may succeed a moment later; else raise what it means."""
-        meaning = meaning_of(error, self.describe(), self._doubt())
+        meaning = meaning_of(error, self.describe(), self._given.doubt)
         if meaning is error:
             raise error
         self._allowed.clear()  # rights may have changed, or the server that we speak to
@@ -335,7 +327,7 @@ class Connection:
             return BrokerUnavailable(f"{self.describe()} refuses for now: {error}")
         return BrokerUnavailable(
             f"{self.describe()} was not reached within {patience_s:g} s ({said(error)}); "
-            f"{self._doubt()}"
+            f"{self._given.doubt}"
         )
 
     def _check_open(self) -> None:
@@ -347,55 +339,9 @@ class Connection:
         await self._lines.hang_up()
         await look_again(self.client)
 
-    def _pairs(self, reply: Any) -> dict[str, Any]:
-        """HELLO's reply as a dict, from RESP2's flat list or RESP3's map."""
-        if not isinstance(reply, dict):
-            reply = dict(zip(reply[::2], reply[1::2])) if isinstance(reply, list) else {}
-        found = {_text(key): value for key, value in reply.items()}
-        if "server" not in found or "version" not in found:
-            raise BrokerUnsupported(
-                f"what answers is no Redis ({self.describe()}); {self._doubt()}"
-            )
-        return found
-
-    def _doubt(self) -> str:
-        if self.address is not None and self.address.tls:
-            return "is it running, the address right, and does it speak TLS there?"
-        return "is it running, and the address right?"
-
     def describe(self) -> str:
         """The server's address for messages, without the password."""
-        return f"Redis at {self.address.shown}" if self.address is not None else "Redis"
-
-
-def _checked(broker: Broker) -> Address | None:
-    """The address in a URL; of a client handed in, only that it can be used."""
-    if isinstance(broker, str):
-        return parse_address(broker)
-    if not isinstance(broker, aio.Redis | aio.RedisCluster | redis.Redis):
-        raise InvalidJob("redis_url", broker, f"{WAY_OUT}, or be a redis-py client")
-    if broker.get_encoder().decode_responses:
-        raise BrokerUnsupported(
-            "a client with decode_responses cannot be used: jobs and events are bytes; "
-            "leave decode_responses out"
-        )
-    return None
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
-
-
-def _check_version(hello: Mapping[str, Any]) -> None:
-    server, version = _text(hello["server"]), _text(hello["version"])
-    needed = _MINIMUM.get(server, _MINIMUM["redis"])
-    found = tuple(int(part) for part in version.split(".")[:2])
-    if found < needed:
-        wanted = ".".join(map(str, needed))
-        raise BrokerUnsupported(
-            f"{server} {version} is too old: tokenfleet needs Redis >= 7.0 or Valkey >= 7.2 "
-            f"(here {server} >= {wanted})"
-        )
+        return self._given.name
 
 
 __all__ = ["Broker", "Connection", "RedisError", "ResponseError"]

@@ -26,8 +26,9 @@ from tokenfleet.producer import (
     TokenfleetError,
     tracing,
 )
-from tokenfleet.producer.connection import _check_version
 from tokenfleet.producer.embedded import EmbeddedServer
+from tokenfleet.producer.given import Given
+from tokenfleet.producer.greeting import check_greeting
 from tokenfleet.producer.keys import new_job_id
 from tokenfleet.producer.protocol import Choice, Event, EventError, JobResult
 from tokenfleet.worker.claims import flat
@@ -218,11 +219,12 @@ def test_what_is_no_redis_is_refused(broker):
 )
 def test_a_server_that_is_too_old_is_named(server, version, fine):
     hello = {"server": server.encode(), "version": version.encode()}
+    given = Given("redis://localhost")
     if fine:
-        _check_version(hello)
+        check_greeting(hello, given)
     else:
         with pytest.raises(BrokerUnsupported, match=f"{server} {version} is too old"):
-            _check_version(hello)
+            check_greeting(hello, given)
 
 
 async def test_redis_py_clients_are_taken_for_their_address(valkey):
