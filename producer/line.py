@@ -18,15 +18,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import hiredis
-from redis.exceptions import ConnectionError, InvalidResponse, TimeoutError
+from redis.exceptions import ConnectionError, TimeoutError
 
 from tokenfleet.producer.patience import Patience
+from tokenfleet.producer.takeover import Takeover
 
 WAIT_S = 5.0
 """How long a reply is waited for where the connection's settings name no time."""
-
-_PART = object()
-"""What hiredis says while a reply has not come whole."""
 
 
 class Line:
@@ -130,24 +128,15 @@ class Lines:
             await line.hang_up()
 
 
-class _Replies(asyncio.Protocol):
+class _Replies(Takeover):
     """Hands the replies that come over a redis-py connection, from now on, to who waits for one."""
 
     def __init__(self, wire: Any) -> None:
-        self.wire = wire
-        self.transport: asyncio.Transport = wire._writer.transport
-        self.open = not self.transport.is_closing()
-        self._before = self.transport.get_protocol()
-        self._reader = hiredis.Reader(
-            protocolError=InvalidResponse,
-            replyError=wire._parser.parse_error,
-            notEnoughData=_PART,
-        )
         self._loop = asyncio.get_running_loop()
         self._waiters: deque[asyncio.Future[Any]] = deque()
         """In the order of their calls, those broken off included."""
         self._patience = Patience(self._too_late)
-        self.transport.set_protocol(self)
+        super().__init__(wire)
 
     def expect(self) -> asyncio.Future[Any]:
         """The next reply behind those expected before. What Redis refuses is one too, as an
@@ -163,19 +152,8 @@ class _Replies(asyncio.Protocol):
         """Whether a call waits that was not broken off."""
         return not all(waiter.done() for waiter in self._waiters)
 
-    def data_received(self, data: bytes) -> None:
-        if not self.open:
-            return
-        self._reader.feed(data)
-        try:
-            while (reply := self._reader.gets()) is not _PART:
-                if not isinstance(reply, hiredis.PushNotification):
-                    self._hand_over(reply)
-        except InvalidResponse as error:
-            self._fail(error)
-
-    def _hand_over(self, reply: Any) -> None:
-        if not self._waiters:
+    def take(self, reply: Any) -> None:
+        if not self._waiters or isinstance(reply, hiredis.PushNotification):
             return
         waiter = self._waiters.popleft()
         if not waiter.done():
@@ -183,24 +161,22 @@ class _Replies(asyncio.Protocol):
         if self._waiters:  # a server that answers is waited for
             self._begin_waiting()
 
-    def _begin_waiting(self) -> None:
-        self._patience.begin(self.wire.socket_timeout or WAIT_S)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._patience.end()
-        self._fail(ConnectionError(f"Connection closed by server: {error or 'no reason given'}"))
-        self._before.connection_lost(error)
-
-    def _too_late(self) -> None:
-        """The last call's time is up; where its reply has come, nothing is wrong."""
-        if self._waiters:
-            self._fail(TimeoutError("Timeout reading from socket"))
-
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """No more replies are taken: none of them would be that of the call it is given to."""
-        self.open = False
-        self.transport.abort()
+        super().fail(error)
         waiters, self._waiters = self._waiters, deque()
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_exception(error)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._patience.end()
+        super().connection_lost(error)
+
+    def _begin_waiting(self) -> None:
+        self._patience.begin(self.wire.socket_timeout or WAIT_S)
+
+    def _too_late(self) -> None:
+        """The last call's time is up; where its reply has come, nothing is wrong."""
+        if self._waiters:
+            self.fail(TimeoutError("Timeout reading from socket"))
