@@ -13,26 +13,23 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from tokenfleet.producer.connection import Broker, Connection
-from tokenfleet.producer.keys import PRIORITIES, check_model, check_name, partition_of
+from tokenfleet.producer.keys import PRIORITIES, check_model, check_name
 from tokenfleet.producer.protocol import EventError, JobResult, State
-from tokenfleet.producer.scripts import Script, load
 from tokenfleet.worker.claims import (
-    FENCED,
     ClaimedJob,
     Emission,
     EmitOutcome,
     Entries,
     LogBehind,
     Terms,
-    by_partition,
     text,
     together,
 )
 from tokenfleet.worker.groups import HEARTBEAT, Groups
-from tokenfleet.worker.job_log import ADOPT, EMIT, FINISH, PATIENCE_S, JobLog
+from tokenfleet.worker.holding import FAIL, RELEASE, RENEW, Holding
+from tokenfleet.worker.job_log import ADOPT, EMIT, FINISH, JobLog
 from tokenfleet.worker.partitions import PartitionSilent, Silences, look
 from tokenfleet.worker.priorities import ClassOrder
 from tokenfleet.worker.rescue import PHANTOMS, RECLAIM, REPAIR, Rescue
@@ -42,17 +39,11 @@ from tokenfleet.worker.taker import CLAIM, PEEK, SWAP, Taker
 
 __all__ = ["ClaimedJob", "Emission", "EmitOutcome", "Entries", "JobQueue", "LogBehind"]
 
-RENEW, RELEASE, FAIL = (
-    load("tokenfleet.worker.lua", name) for name in ("renew", "release", "fail")
-)
-
 _SCRIPTS = (
     *(CLAIM, SWAP, PEEK, EMIT, FINISH, ADOPT, RENEW, RELEASE, FAIL),
     *(RECLAIM, PHANTOMS, REPAIR, HEARTBEAT),
 )
 """What a worker that serves will run, sooner or later."""
-
-FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 60.0
 
 
 class JobQueue:
@@ -93,10 +84,10 @@ class JobQueue:
             result_ttl_ms=int(result_ttl_s * 1000),
             log_ttl_ms=int(log_ttl_s * 1000),
         )
-        self._uniform = uniform
         self._groups = Groups(self._connection)
         self._first_partition = 0
         self._log = JobLog(self._connection, self._terms)
+        self._holding = Holding(self._connection, self._terms, uniform)
         self._rescue = Rescue(self._connection, self._terms)
         self._silences = Silences()
         self._taker = Taker(
@@ -104,8 +95,8 @@ class JobQueue:
             self._terms,
             order=order or ClassOrder(),
             silences=self._silences,
-            bury=self._bury,
-            put_back=self._put_back_in,
+            bury=self._holding.bury,
+            put_back=self._holding.put_back_in,
             regrouped=self._rescue.restart_repair,
         )
 
@@ -171,15 +162,7 @@ class JobQueue:
 
     async def renew(self, jobs: Iterable[ClaimedJob]) -> frozenset[str]:
         """Extend the leases. Returns the ids that are not this worker's any more."""
-        groups = by_partition(list(jobs), lambda job: job.id)
-        found = await together([self._renew_in(*group) for group in groups.items()])
-        return frozenset().union(*found)
-
-    async def _renew_in(self, partition: int, group: Sequence[ClaimedJob]) -> set[str]:
-        keys = [self._connection.keys(partition).job(job.id) for job in group]
-        args = [self.worker_id, *(part for job in group for part in (job.id, job.attempt))]
-        codes = await self._run(RENEW, partition, keys, args)
-        return {job.id for job, code in zip(group, codes) if code & FENCED}
+        return await self._holding.renew(jobs)
 
     async def emit(self, emissions: list[Emission]) -> EmitOutcome:
         """Log and announce; one call per partition. Repeating it does no harm."""
@@ -209,23 +192,7 @@ class JobQueue:
         `reason` is for the caller's log; the job does not keep it. `preempted`: they make way for
         more urgent ones, which the job counts.
         """
-        groups = by_partition(list(jobs), lambda job: job.id)
-        found = await together(
-            [self._release_in(*group, preempted=preempted) for group in groups.items()]
-        )
-        return frozenset().union(*found)
-
-    async def _put_back_in(self, partition: int, victims: Sequence[ClaimedJob]) -> set[str]:
-        return await self._release_in(partition, victims, preempted=True)
-
-    async def _release_in(
-        self, partition: int, group: Sequence[ClaimedJob], *, preempted: bool
-    ) -> set[str]:
-        keys = [self._connection.keys(partition).job(job.id) for job in group]
-        args: list[Any] = [*self._terms.ttls, int(preempted)]
-        args += [part for job in group for part in (job.id, job.attempt)]
-        done = await self._run(RELEASE, partition, keys, args)
-        return {job.id for job, mine in zip(group, done) if mine}
+        return await self._holding.release(jobs, preempted=preempted)
 
     async def fail(
         self, job: ClaimedJob, code: str, message: str, *, retryable: bool
@@ -236,7 +203,7 @@ class JobQueue:
         up; one that was to be cancelled, or whose deadline has passed, ends so. Not retryable: it
         has failed.
         """
-        return await self._fail(job.id, job.attempt, code, message, retryable=retryable)
+        return await self._holding.fail(job.id, job.attempt, code, message, retryable=retryable)
 
     async def adopt(self, job: ClaimedJob, entries: Entries) -> ClaimedJob | None:
         """Give Redis back a job that it has forgotten while it ran here (FLUSHALL).
@@ -316,30 +283,6 @@ class JobQueue:
         await self._taker.aclose()
         if self._owns:
             await self._connection.aclose()
-
-    async def _bury(self, job_id: str, attempt: int, reason: str) -> None:
-        await self._fail(job_id, attempt, "undecodable", reason, retryable=False, bury=True)
-
-    async def _fail(
-        self,
-        job_id: str,
-        attempt: int,
-        code: str,
-        message: str,
-        *,
-        retryable: bool,
-        bury: bool = False,
-    ) -> State | None:
-        names = self._connection.keys(partition_of(job_id))
-        args: list[Any] = [job_id, attempt, code, message, int(retryable), self._terms.max_failures]
-        args += [*self._terms.ttls, int(FIRST_BACKOFF_S * 1000), int(LONGEST_BACKOFF_S * 1000)]
-        args += [self._uniform(), int(bury)]
-        keys = [names.job(job_id), names.events(job_id)]
-        state = text(await self._run(FAIL, names.partition, keys, args))
-        return State(state) if state else None
-
-    async def _run(self, script: Script, partition: int, keys: list[str], args: list[Any]) -> Any:
-        return await self._connection.run(script, partition, keys, args, patience_s=PATIENCE_S)
 
     def _partitions(self) -> list[int]:
         """All partitions, beginning with another one after each claim."""
