@@ -1,4 +1,4 @@
-"""One worker: wires the loops together, watches them, and takes them down in order.
+"""One worker: starts its parts' loops, watches them, and takes them down in order.
 
     intake --claim--> dispatcher --requests--> engine process
                           |      <--events----
@@ -25,34 +25,22 @@ import structlog
 
 from tokenfleet.engine.errors import CheckpointError, ConfigError, UnsupportedModel
 from tokenfleet.engine.text import TextCodec
-from tokenfleet.producer.connection import Connection
 from tokenfleet.producer.errors import BrokerUnavailable, BrokerUnsupported
-from tokenfleet.worker.broker import BROKER_ERRORS, Broker
-from tokenfleet.worker.control import Control
-from tokenfleet.worker.dispatch import Dispatcher
+from tokenfleet.worker.broker import BROKER_ERRORS
 from tokenfleet.worker.drain import Drain
-from tokenfleet.worker.engine_link.engine_host import EngineHost, EngineLost
+from tokenfleet.worker.engine_link.engine_host import EngineLost
 from tokenfleet.worker.engine_link.engine_process import EngineHandle, EngineInfo, new_engine
 from tokenfleet.worker.health import HealthServer
 from tokenfleet.worker.incarnation import WorkerIdTaken
-from tokenfleet.worker.intake import Intake
-from tokenfleet.worker.lease import LeaseKeeper
 from tokenfleet.worker.loops import fastest_loop, to_the_end
-from tokenfleet.worker.observing.queue_watch import QueueWatch
 from tokenfleet.worker.observing.telemetry import Telemetry
-from tokenfleet.worker.preemption import Seats
-from tokenfleet.worker.prepare import Preparer
-from tokenfleet.worker.presence import Pace, Presence, StartFigures
-from tokenfleet.worker.publisher import Publisher
-from tokenfleet.worker.queue import JobQueue
-from tokenfleet.worker.readiness import Readiness, Signs
-from tokenfleet.worker.reaper import Reaper
+from tokenfleet.worker.parts import Parts
+from tokenfleet.worker.presence import StartFigures
 from tokenfleet.worker.roster import Roster
 from tokenfleet.worker.settings import WorkerSettings
 
 EXIT_OK, EXIT_ENGINE, EXIT_BAD_INPUT, EXIT_BROKER = 0, 1, 2, 3
 TELEMETRY_TIMEOUT_S = 2.0
-CONNECT_TIMEOUT_S = 10.0
 
 log = structlog.get_logger()
 
@@ -82,38 +70,32 @@ class WorkerService:
         self._figures = StartFigures(started)
         self.settings = settings
         self._loaded = loaded
-        self._make_engine = make_engine or engines(settings, first_engine)
         self.worker_id = settings.worker_id or _new_worker_id()
         self.telemetry = telemetry or Telemetry.from_settings(settings, self.worker_id)
-        self._connection = Connection(
-            settings.redis_url,
-            namespace=settings.namespace,
-            partitions=settings.partitions,
-            connect_timeout_s=CONNECT_TIMEOUT_S,
-        )
-        self._broker = Broker(several=self._connection.cluster)
-        self._queue = JobQueue(
-            self._connection,
-            namespace=settings.namespace,
-            model_name=settings.served_name,
-            worker_id=self.worker_id,
-            lease_s=settings.lease_s,
-            max_failures=settings.max_failures,
-            log_ttl_s=settings.log_ttl_s,
-            result_ttl_s=settings.result_ttl_s,
-        )
-        self.roster = Roster(settings.max_num_seqs, settings.prefetch)
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self.parts = Parts(
+            settings,
+            self.telemetry,
+            worker_id=self.worker_id,
+            make_engine=make_engine or engines(settings, first_engine),
+            drain=self.drain,
+            draining=self._stop.is_set,
+            on_ready=self._engine_ready,
+            on_registered=self._registered,
+        )
+
+    @property
+    def roster(self) -> Roster:
+        """The jobs that are this worker's."""
+        return self.parts.roster
 
     async def run(self) -> int:
         """Serve until drained or beyond help."""
         self._figures.mark("imports_s")
         self._listen_to_signals()
-        self._wire_jobs()
-        self._wire_upkeep()
-        self._start("engine", self._host.run())  # first: loading the model takes longest
+        self._start("engine", self.parts.host.run())  # first: loading the model takes longest
         try:
             code = await self._connect()
             if code == EXIT_OK:
@@ -126,7 +108,7 @@ class WorkerService:
     async def _connect(self) -> int:
         """Reach Redis and read the tokenizer; an exit code other than EXIT_OK when it cannot be."""
         try:
-            codec, warnings = await asyncio.gather(self._load_codec(), self._queue.ensure())
+            codec, warnings = await asyncio.gather(self._load_codec(), self.parts.queue.ensure())
         except (BrokerUnavailable, BrokerUnsupported) as error:
             log.error("broker_not_usable", error=str(error))
             return EXIT_BROKER
@@ -136,8 +118,8 @@ class WorkerService:
         for warning in warnings:
             log.warning("broker_setting", problem=warning)
         self._figures.mark("broker_s")
-        self._preparer.codec = codec
-        self._preparer.warm(self._loaded)
+        self.parts.preparer.codec = codec
+        self.parts.preparer.warm(self._loaded)
         return EXIT_OK
 
     def drain(self) -> None:
@@ -145,80 +127,6 @@ class WorkerService:
         if self._stop.is_set():
             self._hurry.set()
         self._stop.set()
-
-    # wiring
-
-    def _wire_jobs(self) -> None:
-        """The way of a job."""
-        settings = self.settings
-        self._preparer = Preparer()
-        self._dispatcher = Dispatcher(
-            self._queue,
-            self._broker,
-            self.roster,
-            self._preparer,
-            self.telemetry,
-            lease_s=settings.lease_s,
-            step_tokens=settings.max_num_batched_tokens,
-        )
-        self._publisher = Publisher(
-            self._queue,
-            self._broker,
-            self._dispatcher,
-            flush_interval_s=settings.flush_interval_ms / 1000,
-            flushed=self.telemetry.flushed,
-        )
-        self._dispatcher.connect(self._publisher)
-        self._intake = Intake(
-            self._queue,
-            self._broker,
-            self.roster,
-            self._dispatcher,
-            Seats(settings.max_num_seqs, settings.max_preemptions),
-        )
-        self._host = EngineHost(
-            self._make_engine,
-            self._dispatcher,
-            self.roster,
-            self.telemetry,
-            step_limit_s=settings.step_limit_s,
-            start_limit_s=settings.engine_start_timeout_s,
-            on_ready=self._engine_ready,
-        )
-
-    def _wire_upkeep(self) -> None:
-        """What runs beside it."""
-        settings = self.settings
-        self._leases = LeaseKeeper(
-            self._queue,
-            self._broker,
-            self.roster,
-            self._dispatcher,
-            lease_s=settings.lease_s,
-            healthy=lambda: self._host.ready,
-        )
-        self._reaper = Reaper(
-            self._queue,
-            self._broker,
-            lease_s=settings.lease_s,
-            reclaimed=self.telemetry.jobs_reclaimed,
-        )
-        self.telemetry.watch(
-            ready=lambda: not self.not_ready(), broker=lambda: self._broker.reachable
-        )
-        self._pace = Pace(lambda: self.telemetry.last_step)
-        self._presence = Presence(
-            self._queue, self._broker, about=self._about, on_registered=self._registered
-        )
-        self._readiness = Readiness(self._signs, step_limit_s=settings.step_limit_s)
-        self._control = Control(
-            self._connection,
-            self._broker,
-            self.roster,
-            self._dispatcher,
-            worker_id=self.worker_id,
-            drain=self.drain,
-        )
 
     # life
 
@@ -229,22 +137,15 @@ class WorkerService:
             log.error("health_not_served", port=self.settings.health_port, error=str(error))
             return EXIT_BAD_INPUT
         intake = self._start("intake", self._take_jobs())
-        self._start("publisher", self._publisher.run())
-        self._start("leases", self._leases.run())
-        self._start("reaper", self._reaper.run())
-        self._start("control", self._control.run())
-        self._start("presence", self._presence.run())
-        if self.settings.health_port is not None or self.settings.otlp_endpoint:
-            watch = QueueWatch(self._queue, self._connection, self._broker, self.telemetry)
-            self._start("queue watch", watch.run())
+        self._start_upkeep()
         stop = asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait((*self._tasks, stop), return_when=asyncio.FIRST_COMPLETED)
             code = _exit_code(self._tasks)
             self._stop.set()
-            self._intake.drain()
+            self.parts.intake.drain()
             await asyncio.wait((intake,))
-            await Drain(self.roster, self._dispatcher).run(
+            await Drain(self.roster, self.parts.dispatcher).run(
                 grace_s=self.settings.grace_s if code == EXIT_OK else 0.0,
                 patience_s=self.settings.lease_s,
                 hurry=self._hurry,
@@ -255,13 +156,24 @@ class WorkerService:
                 await health.stop()
         return code
 
+    def _start_upkeep(self) -> None:
+        parts = self.parts
+        self._start("publisher", parts.publisher.run())
+        self._start("leases", parts.leases.run())
+        self._start("reaper", parts.reaper.run())
+        self._start("control", parts.control.run())
+        self._start("presence", parts.presence.run())
+        if self.settings.health_port is not None or self.settings.otlp_endpoint:
+            self._start("queue watch", parts.watch.run())
+
     async def _take_jobs(self) -> None:
         """Once it is known that nobody else does so under our id."""
-        first = [asyncio.ensure_future(one.wait()) for one in (self._presence.named, self._stop)]
+        known = (self.parts.presence.named, self._stop)
+        first = [asyncio.ensure_future(one.wait()) for one in known]
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         for one in first:
             one.cancel()
-        await self._intake.run()
+        await self.parts.intake.run()
 
     async def _close(self) -> None:
         """Stop what still runs, leave the worker table, give telemetry a last chance; each of them
@@ -270,18 +182,18 @@ class WorkerService:
             last_first.push_async_callback(
                 asyncio.to_thread, self.telemetry.shutdown, TELEMETRY_TIMEOUT_S
             )
-            last_first.push_async_callback(self._connection.aclose)
-            last_first.push_async_callback(self._queue.aclose)
+            last_first.push_async_callback(self.parts.connection.aclose)
+            last_first.push_async_callback(self.parts.queue.aclose)
             last_first.push_async_callback(self._leave)
-            last_first.push_async_callback(self._dispatcher.close)
+            last_first.push_async_callback(self.parts.dispatcher.close)
             last_first.push_async_callback(_end_all, self._tasks)
-            await self._host.stop()
+            await self.parts.host.stop()
 
     async def _leave(self) -> None:
-        if self._presence.registered:
+        if self.parts.presence.registered:
             with suppress(*BROKER_ERRORS):
                 async with asyncio.timeout(TELEMETRY_TIMEOUT_S):
-                    await self._queue.leave()
+                    await self.parts.queue.leave()
 
     # loops and start-up of its own
 
@@ -311,24 +223,15 @@ class WorkerService:
 
     def not_ready(self) -> list[str]:
         """Why this worker would not take a job now; empty when it would."""
-        return self._readiness.reasons()
-
-    def _signs(self) -> Signs:
-        return Signs(
-            draining=self._stop.is_set(),
-            engine_ready=self._host.ready,
-            working_since=self._dispatcher.launcher.working_since,
-            last_heard=self._host.last_heard,
-            reachable=self._broker.reachable,
-            last_script=self._presence.last_written,
-            last_claim=self._intake.last_claim,
-            room=self.roster.room(),
-        )
+        return self.parts.not_ready()
 
     def _engine_ready(self, info: EngineInfo) -> None:
         self._figures.note(engine_imports_s=info.imports_s, model_s=info.model_s)
         log.info(
-            "engine_ready", pid=self._host.pid, slots=info.slots, max_model_len=info.max_model_len
+            "engine_ready",
+            pid=self.parts.host.pid,
+            slots=info.slots,
+            max_model_len=info.max_model_len,
         )
         self._say_ready()
 
@@ -337,18 +240,8 @@ class WorkerService:
         self._say_ready()
 
     def _say_ready(self) -> None:
-        if self._presence.registered and self._host.ready:
+        if self.parts.presence.registered and self.parts.host.ready:
             self._figures.say(self.settings.served_name)
-
-    def _about(self) -> dict[str, str | int | float]:
-        return {
-            "slots": self.roster.slots,
-            "running": self.roster.running,
-            "owned": len(self.roster),
-            "engine": "ready" if self._host.ready else "starting",
-            "draining": int(self._stop.is_set()),
-            **self._pace.figures(),
-        }
 
     def _listen_to_signals(self) -> None:
         loop = asyncio.get_running_loop()

@@ -25,7 +25,7 @@ class Mortal:
         self.dead = asyncio.Event()
         self._move, self._when, self._left = move, when, nth
         for name in CALLS:
-            setattr(worker._queue, name, self._guard(name, getattr(worker._queue, name)))
+            setattr(worker.parts.queue, name, self._guard(name, getattr(worker.parts.queue, name)))
 
     def _guard(self, name: str, real: Any) -> Any:
         async def call(*args: Any, **kwargs: Any) -> Any:

@@ -58,7 +58,7 @@ async def test_what_was_on_its_way_when_redis_forgot_the_job_is_not_lost(
         outcome = await emit(self, emissions)
         if not offered.is_set():
             await _forget(fleet, job)
-            worker._dispatcher.fenced(worker.roster.get(job))
+            worker.parts.dispatcher.fenced(worker.roster.get(job))
             offered.set()
             for _ in range(50):  # an offer made now would be answered by then
                 await fleet.redis.ping()

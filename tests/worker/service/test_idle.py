@@ -40,7 +40,7 @@ async def test_an_idle_worker_says_nothing_and_takes_the_next_job(
 
 async def test_a_bell_runs_out_well_before_its_socket_does(fleet) -> None:
     """A call that outlives its socket's timeout is an outage to the worker, every time."""
-    pool = fleet.worker()._connection.client.connection_pool
+    pool = fleet.worker().parts.connection.client.connection_pool
     assert 0 < 2 * doorbell.BLOCK_MS / 1000 < pool.connection_kwargs["socket_timeout"]
 
 

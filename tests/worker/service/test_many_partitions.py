@@ -49,7 +49,7 @@ class Parts:
 
 def silence(worker: Any, partition: int, *scripts: str) -> asyncio.Event:
     """Let a partition's server say nothing to these scripts; set it to end that."""
-    connection, speaks = worker._connection, asyncio.Event()
+    connection, speaks = worker.parts.connection, asyncio.Event()
     run = connection.run
 
     async def hangs(script: Any, at: int, *rest: Any, **more: Any) -> Any:
@@ -150,7 +150,7 @@ async def test_a_batch_job_that_cannot_be_put_back_now_makes_way_later(fleet, pa
     worker = fleet.worker(partitions=PARTITIONS, max_num_seqs=1)
     batch = await parts.submit(0, "batch")
     await until(lambda: fleet.has(batch))
-    connection = worker._connection
+    connection = worker.parts.connection
     run, refused = connection.run, []
 
     async def refuses(script: Any, at: int, *rest: Any, **more: Any) -> Any:
@@ -172,16 +172,16 @@ async def test_jobs_of_other_partitions_are_claimed_at_once_while_one_is_silent(
 ):
     monkeypatch.setattr(partitions, "LOOK_S", 0.05)
     worker = fleet.worker(partitions=PARTITIONS)
-    await until(lambda: hasattr(worker, "_intake") and worker._intake.last_claim is not None)
+    await until(lambda: worker.parts.intake.last_claim is not None)
     silence(worker, 0, "peek", "phantoms")
-    looks = worker._broker.away
+    looks = worker.parts.broker.away
     seen = asyncio.Event()
 
     def away(call: str, error: Exception) -> None:
         looks(call, error)
         seen.set()
 
-    monkeypatch.setattr(worker._broker, "away", away)
+    monkeypatch.setattr(worker.parts.broker, "away", away)
     await parts.connection.execute("DEL", parts.connection.keys(1).bell("m"))
     await seen.wait()
     job = await parts.submit(1)
@@ -194,11 +194,11 @@ async def test_a_worker_is_ready_and_in_the_table_while_one_partition_is_silent(
     monkeypatch.setattr(partitions, "LOOK_S", 0.05)
     monkeypatch.setattr(presence, "HEARTBEAT_S", 0.01)
     worker = fleet.worker(partitions=PARTITIONS)
-    await until(lambda: hasattr(worker, "_presence") and worker._presence.registered)
+    await until(lambda: worker.parts.presence.registered)
     silence(worker, 0, "heartbeat")
     for _ in range(3):
-        before = worker._presence.last_written
-        await until(lambda before=before: worker._presence.last_written > before)
+        before = worker.parts.presence.last_written
+        await until(lambda before=before: worker.parts.presence.last_written > before)
     for partition in range(1, PARTITIONS):
         line = parts.connection.keys(partition).worker(worker.worker_id)
         seen = int(await fleet.redis.hget(line, "seen"))
@@ -213,7 +213,7 @@ async def test_a_publisher_ends_though_a_call_of_it_took_a_cancel_for_its_own(fl
     worker = fleet.worker(partitions=PARTITIONS, grace_s=0.0)
     job = await parts.submit(2)
     await until(lambda: fleet.has(job))
-    connection = worker._connection
+    connection = worker.parts.connection
     run, deaf = connection.run, asyncio.Event()
 
     async def takes_a_cancel(script: Any, *rest: Any, **more: Any) -> Any:

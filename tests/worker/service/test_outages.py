@@ -68,7 +68,7 @@ async def test_when_the_leases_have_run_out_the_engine_stops_too(
     await until(lambda: fleet.shows(job, "abc"))
     await in_thread(fleet.server.stop)
     with monkeypatch.context() as an_hour_later:
-        an_hour_later.setattr(worker._leases, "_clock", lambda: time.monotonic() + 3600)
+        an_hour_later.setattr(worker.parts.leases, "_clock", lambda: time.monotonic() + 3600)
         await until(lambda: (job, None) in fleet.engine.aborted)
         await until(lambda: len(worker.roster) == 0)
     await in_thread(fleet.server.start)
@@ -157,7 +157,7 @@ async def test_a_flushed_script_cache_is_no_outage(fleet, until) -> None:
 
 
 async def test_a_worker_without_redis_ends_with_its_own_exit_code(own_fleet, monkeypatch) -> None:
-    monkeypatch.setattr("tokenfleet.worker.service.CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("tokenfleet.worker.parts.CONNECT_TIMEOUT_S", 0.3)
     await in_thread(own_fleet.server.stop)
     own_fleet.worker()
     assert await own_fleet.runs[0] == 3
@@ -262,7 +262,7 @@ async def test_what_a_dead_engine_made_while_redis_was_away_is_not_made_again(
     await until(lambda: fleet.has(job))
     fleet.engine.say(job, "before ")
     await until(lambda: fleet.shows(job, "before "))
-    still = worker._publisher.still
+    still = worker.parts.publisher.still
 
     @asynccontextmanager
     async def told(partition):
@@ -270,7 +270,7 @@ async def test_what_a_dead_engine_made_while_redis_was_away_is_not_made_again(
             handing_over.set()
             yield publish
 
-    monkeypatch.setattr(worker._publisher, "still", told)
+    monkeypatch.setattr(worker.parts.publisher, "still", told)
     await in_thread(fleet.server.stop)
     fleet.engine.say(job, "meanwhile ")
     await until(lambda: "Redis is not reachable" in worker.not_ready())

@@ -253,7 +253,7 @@ async def test_leases_are_renewed_while_the_engine_is_in_a_long_step(
     job = await fleet.submit()
     await until(lambda: fleet.has(job))
     fleet.engine.last_heard -= 100  # more than three leases without a word from the engine
-    worker._dispatcher.launcher.working_since -= 100
+    worker.parts.dispatcher.launcher.working_since -= 100
     for _ in range(3):
         await fleet.age_leases(15_000)
         await until(lambda: _renewed(fleet, 15_000))
@@ -370,9 +370,9 @@ async def test_an_engine_process_that_hangs_at_its_start_leaves_nothing_behind(
     settings = {"simulated_step_ms": 1, "fault": "hang@start:1", "engine_start_timeout_s": 0.5}
     worker = fleet.worker(simulated=True, **settings)
     await asyncio.sleep(0)  # it wires itself when it runs
-    first = await until(lambda: worker._host.pid)
+    first = await until(lambda: worker.parts.host.pid)
     with structlog.testing.capture_logs() as lines:
-        await until(lambda: worker._host.pid != first)
+        await until(lambda: worker.parts.host.pid != first)
     causes = [line["cause"] for line in lines if "cause" in line]
     assert "not ready after 0.5 s; if loading" in causes[0]
     assert not os.path.exists(f"/proc/{first}")  # noqa: ASYNC240, PTH110 - blocks nothing
