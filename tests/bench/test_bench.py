@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 
 from tokenfleet.worker.bench.cpu_time import PREFIX, CpuTimes, cpu_s
-from tokenfleet.worker.bench.figures import Seen, Summary, figures_of, percentile, ratio
+from tokenfleet.worker.bench.figures import (
+    Seen,
+    Summary,
+    figures_of,
+    interval,
+    percentile,
+    ratio,
+    turn_by_turn,
+)
 from tokenfleet.worker.bench.first_token import (
     FEWEST_PAIRS,
     MOST_PAIRS,
@@ -25,7 +33,6 @@ from tokenfleet.worker.bench.first_token import (
     Turn,
     in_pairs,
     in_words,
-    interval,
     short_w,
 )
 from tokenfleet.worker.bench.fleet import FleetContender, bench_fleet
@@ -167,7 +174,7 @@ def test_the_fleet_is_compared_with_the_engine_alone_in_one_run(tiny_checkpoint:
     assert 0 < row.middle("ttft_until_claimed_s") < row.middle("ttft_outside_worker_s")
     (found,) = report.ratios()
     assert (found["of"], found["to"]) == ("fleet", "engine")
-    assert found["tokens_per_s"] > 0
+    assert found["tokens_per_s"] == found["turn_by_turn"]["median"] > 0
     (pairs,) = report.as_dict()["first_tokens"]
     assert (pairs["workload"], pairs["pairs"]) == ("W N=2", FEWEST_PAIRS)
     assert pairs["difference_low_s"] <= pairs["difference_s"] <= pairs["difference_high_s"]
@@ -252,6 +259,14 @@ def test_the_difference_is_that_within_the_pairs_and_both_are_told() -> None:
     plain, outside = in_words(found)
     assert "1005.0 ms through Redis, 1000.0 ms by the engine alone: +5.0 ms" in plain
     assert "5.0 ms (3.0 ms from the call of submit to the engine's first step, 2.0 ms" in outside
+
+
+def test_a_ratio_turn_by_turn_does_not_see_a_machine_that_drifts() -> None:
+    pace = (100.0, 30.0, 70.0, 300.0)
+    one = Summary("fleet", "W", tuple({"tokens_per_s": 0.9 * now} for now in pace))
+    other = Summary("engine", "W", tuple({"tokens_per_s": now} for now in pace))
+    found = turn_by_turn(one, other)
+    assert found == pytest.approx({"median": 0.9, "low": 0.9, "high": 0.9, "turns": 4.0})
 
 
 def test_an_interval_is_narrow_where_values_agree_and_the_same_each_time() -> None:

@@ -12,16 +12,15 @@ computes slower because others use its cores does not show in them.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Protocol
 
+from tokenfleet.worker.bench.figures import interval
 from tokenfleet.worker.bench.workloads import BenchJob, Workload, workload_w
 
 FEWEST_PAIRS, MOST_PAIRS = 5, 60
-RESAMPLES = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +121,6 @@ def _pair(fleet: Fleet, alone: Alone, workload: Workload, *, fleet_first: bool) 
         return Pair(turn, alone.run(workload)["ttft_p50_s"])
     alone_s = alone.run(workload)["ttft_p50_s"]
     return Pair(fleet.first_tokens(workload), alone_s)
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """In which the medians of 95 % of the resamples of these values lie."""
-    draw = random.Random(0)
-    medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
-    return medians[int(RESAMPLES * 0.025)], medians[int(RESAMPLES * 0.975) - 1]
 
 
 def in_words(found: FirstTokens) -> list[str]:

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from tokenfleet.worker.bench.cpu_time import CpuTimes
-from tokenfleet.worker.bench.figures import Summary, ratio
+from tokenfleet.worker.bench.figures import Summary, ratio, turn_by_turn
 from tokenfleet.worker.bench.first_token import FirstTokens
 from tokenfleet.worker.bench.workloads import Workload, warm_up, workload_s, workload_w
 
@@ -217,6 +217,7 @@ class Report:
                 "of": one.engine,
                 "to": other.engine,
                 **{name: ratio(one, other, name) for name in RATIOS if other.middle(name)},
+                "turn_by_turn": turn_by_turn(one, other),
             }
             for other in others
             for one in ones

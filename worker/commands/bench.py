@@ -299,9 +299,11 @@ def _print_table(report: Report) -> None:
     columns = ("workload", "engine", "0", "spread", *list(titles)[1:])
     base.print_rows(columns, rows, Output.TEXT, empty="", titles=titles)
     for found in report.ratios():
+        turns = found["turn_by_turn"]
         typer.echo(
             f"{found['workload']}: {found['of']} / {found['to']} = "
-            f"{found['tokens_per_s']:.2f} x tokens/s"
+            f"{found['tokens_per_s']:.2f} x tokens/s; turn by turn {turns['median']:.2f} "
+            f"(95 % of resamples: {turns['low']:.2f} to {turns['high']:.2f})"
         )
     for summary in report.summaries:
         if times := _cpu_times(summary):
