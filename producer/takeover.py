@@ -10,6 +10,7 @@ Invariant: once it is not `open`, nothing that arrives is handed on.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from typing import Any
 
 import hiredis
@@ -19,7 +20,7 @@ _PART = object()
 """What hiredis says while a reply has not come whole."""
 
 
-class Takeover(asyncio.Protocol):
+class Takeover(ABC, asyncio.Protocol):
     """Takes over a connection that has no call under way.
 
     Args:
@@ -38,9 +39,9 @@ class Takeover(asyncio.Protocol):
         )
         self.transport.set_protocol(self)
 
+    @abstractmethod
     def take(self, reply: Any) -> None:
         """A whole reply came. What Redis refuses is one too, as an exception."""
-        raise NotImplementedError
 
     def fail(self, error: Exception) -> None:
         """The connection is lost, or of no use any more."""
