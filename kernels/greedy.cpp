@@ -15,11 +15,9 @@ template <typename F> INLINE int64_t first_where(const float* row, int64_t width
 INLINE int64_t find(const float* row, int64_t width, float best) {
     int64_t i = 0;
     for (; i + 4 * LANES <= width; i += 4 * LANES) {
-        i32x16 hits = (load(row + i) == best) | (load(row + i + LANES) == best) | (load(row + i + 2 * LANES) == best) |
-                      (load(row + i + 3 * LANES) == best);
-        int32_t any = 0;
-        for (int l = 0; l < LANES; l++) any |= hits[l];
-        if (any) break;
+        if (any((load(row + i) == best) | (load(row + i + LANES) == best) | (load(row + i + 2 * LANES) == best) |
+                (load(row + i + 3 * LANES) == best)))
+            break;
     }
     return i + first_where(row + i, width - i, [&](float v) INLINE_LAMBDA { return v == best; });
 }
@@ -28,19 +26,12 @@ void best_of_row(const float* row, int64_t width, float* value, int64_t* id) {
     f32x16 tops = splat(-__builtin_inff());
     i32x16 ordered = ~i32x16{};  // lanes in which no NaN was seen
     for (int64_t i = 0; i < width; i += LANES) {
-        const int64_t n = width - i;
-        f32x16 v = load_n(row + i, n);
-        for (int64_t j = n; j < LANES; j++) v[j] = row[i];
+        const f32x16 v = load_or(row + i, width - i, row[i]);
         ordered &= v == v;
         tops = max(v, tops);
     }
-    float best = tops[0];
-    int32_t all_ordered = -1;
-    for (int l = 0; l < LANES; l++) {
-        best = tops[l] > best ? tops[l] : best;
-        all_ordered &= ordered[l];
-    }
-    *id = all_ordered ? find(row, width, best) : first_where(row, width, [](float v) INLINE_LAMBDA { return v != v; });
+    const float best = highest(tops);
+    *id = !any(~ordered) ? find(row, width, best) : first_where(row, width, [](float v) INLINE_LAMBDA { return v != v; });
     *value = row[*id];
 }
 

@@ -4,6 +4,7 @@
 // The sums of a row are added up in one order, whatever else is in the batch.
 #include "linear_rows.h"
 #include "linear_two_bytes.h"
+#include "linear_wide.h"
 
 using namespace tf;
 
@@ -200,24 +201,83 @@ template <typename T> void two_bytes_columns([[maybe_unused]] const Layer& layer
 #endif
 }
 
-// This thread's share of the column blocks, in pairs.
-INLINE void my_blocks(int64_t columns, int64_t* first, int64_t* last) {
-    const int64_t blocks = (columns + COLUMNS - 1) / COLUMNS, pairs = (blocks + 1) / 2;
-    const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
-    *first = pairs * me / threads * 2;
-    *last = pairs * (me + 1) / threads * 2;
-    if (*last > blocks) *last = blocks;
+// ---- in wider numbers -------------------------------------------------------------------------
+
+#if defined(__AVX512BF16__)
+constexpr bool HAS_BF16 = true;
+#else
+constexpr bool HAS_BF16 = false;
+#endif
+#if defined(__AVX512VNNI__)
+constexpr bool HAS_INT8 = true;
+#else
+constexpr bool HAS_INT8 = false;
+#endif
+
+// Whether a layer goes through linear_wide.h, which needs TF_WIDE.
+INLINE bool is_wide(const Layer& layer, bool has_instruction) { return layer.path == WIDE_ONLY || !has_instruction; }
+
+#if defined(TF_WIDE)
+
+void wide_bf16(const Layer& layer) {
+    const auto x = widened_memory<Bf16Weights>(layer);
+#pragma omp parallel if (!is_small(layer))
+    {
+        widen_rows((const bf16*)layer.x, layer.x_stride, layer.in, layer.rows, x);
+        int64_t first, last;
+        my_blocks(layer.columns, &first, &last);
+        wide_columns<Bf16Weights>(layer, x, first, last, [&](f32x16 sums, int64_t row, int64_t column) INLINE_LAMBDA {
+            finish_bf16(layer, sums, row, column);
+        });
+    }
 }
+
+template <typename T> void wide_int8(const Layer& layer, const Quantized& quantized) {
+    const auto x = widened_memory<Int8Both>(layer);
+#pragma omp parallel if (!is_small(layer))
+    {
+        quantize_rows<T>(layer, quantized);
+        widen_rows(quantized.values, quantized.stride, layer.depth_blocks * DEPTH_BYTES, layer.rows, x);
+        int64_t first, last;
+        my_blocks(layer.columns, &first, &last);
+        wide_columns<Int8Both>(layer, x, first, last, [&](i32x16 sums, int64_t row, int64_t column) INLINE_LAMBDA {
+            finish_int8<T>(layer, sums, quantized.scales[row], row, column);
+        });
+    }
+}
+
+// Inputs need not be held in two bytes.
+template <typename T> void wide_int8_weights(const Layer& layer) {
+    const auto x = widened_memory<Int8Weights>(layer);
+#pragma omp parallel if (!is_small(layer))
+    {
+        widen_rows((const T*)layer.x, layer.x_stride, layer.in, layer.rows, x);
+        int64_t first, last;
+        my_blocks(layer.columns, &first, &last);
+        wide_columns<Int8Weights>(layer, x, first, last, [&](f32x16 sums, int64_t row, int64_t column) INLINE_LAMBDA {
+            const Scales columns = scales_of<T>(layer, column);
+            store_n((T*)layer.out + row * layer.columns + column, fma(sums, columns.scale, columns.bias), layer.columns - column);
+        });
+    }
+}
+
+#else
+
+void wide_bf16(const Layer&) {}
+template <typename T> void wide_int8(const Layer&, const Quantized&) {}
+template <typename T> void wide_int8_weights(const Layer&) {}
+
+#endif
 
 }  // namespace
 
 // What this build on this CPU can do: a sum of Features.
 EXPORT int32_t tf_linear_features() {
     int32_t features = 0;
-#if defined(__AVX512VNNI__)
+#if defined(TF_WIDE) || defined(__AVX512VNNI__)
     features |= INT8;
 #endif
-#if defined(__AVX512BF16__)
+#if defined(TF_WIDE) || defined(__AVX512BF16__)
     features |= BF16_BLOCKS;
 #endif
     return features;
@@ -244,7 +304,8 @@ EXPORT void tf_linear_int8(const LinearArguments* arguments) {
     const Layer layer(*arguments, 1);
     const Quantized quantized = quantized_memory(layer);
     with_dtype(layer.dtype, [&]<typename T>(T*) {
-#pragma omp parallel if (layer.rows * layer.in * layer.columns > SERIAL_PRODUCTS)
+        if (is_wide(layer, HAS_INT8)) return wide_int8<T>(layer, quantized);
+#pragma omp parallel if (!is_small(layer))
         {
             quantize_rows<T>(layer, quantized);
             if (has_many_rows(layer)) {
@@ -263,7 +324,8 @@ EXPORT void tf_linear_two_bytes(const LinearArguments* arguments) {
     const Layer layer(*arguments, 1);
     const TwoBytes x = two_bytes_memory(layer);
     with_dtype(layer.dtype, [&]<typename T>(T*) {
-#pragma omp parallel if (layer.rows * layer.in * layer.columns > SERIAL_PRODUCTS)
+        if (is_wide(layer, HAS_INT8)) return wide_int8_weights<T>(layer);
+#pragma omp parallel if (!is_small(layer))
         {
             split_rows<T>(layer, x);
             int64_t first, last;
@@ -276,7 +338,8 @@ EXPORT void tf_linear_two_bytes(const LinearArguments* arguments) {
 // bf16 all through; `in` a multiple of 32. Only where BF16_BLOCKS is a feature.
 EXPORT void tf_linear_bf16(const LinearArguments* arguments) {
     const Layer layer(*arguments, 2);
-#pragma omp parallel if (layer.rows * layer.in * layer.columns > SERIAL_PRODUCTS)
+    if (is_wide(layer, HAS_BF16)) return wide_bf16(layer);
+#pragma omp parallel if (!is_small(layer))
     {
         if (has_many_rows(layer)) {
             bf16_rows(layer, panel_of(layer));

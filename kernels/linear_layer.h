@@ -27,7 +27,7 @@ struct Layer {
 
 // ---- activations to int8 ---------------------------------------------------------------------
 
-enum Path : int64_t { FASTEST = 0, LANES_ONLY = 1 };
+enum Path : int64_t { FASTEST = 0, LANES_ONLY = 1, WIDE_ONLY = 2 };
 
 INLINE bool on_tiles(const Layer& layer) {
 #if defined(TF_AMX)
@@ -67,11 +67,17 @@ INLINE f32x16 magnitude(f32x16 v) { return (f32x16)((i32x16)v & 0x7fffffff); }
 
 // The low bytes.
 INLINE void store_bytes(int8_t* to, i32x16 v, int64_t n) {
-    typedef int8_t i8x16 __attribute__((vector_size(16)));
-#if defined(__AVX512F__)  // GCC splits the conversion below in two and glues the halves together
-    const i8x16 narrow = (i8x16)_mm512_cvtepi32_epi8((__m512i)v);
+#if defined(__AVX512F__)
+    const __m128i narrow = _mm512_cvtepi32_epi8((__m512i)v);
+#elif defined(__AVX2__)
+    const i32x16 bytes = v & 0xff;
+    const __m256i words = narrowed((__m256i)bytes.low, (__m256i)bytes.high);
+    const __m128i narrow = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
 #else
-    const i8x16 narrow = __builtin_convertvector(v, i8x16);
+    int32_t all[LANES];
+    memcpy(all, &v, 64);
+    int8_t narrow[LANES];
+    for (int i = 0; i < LANES; i++) narrow[i] = (int8_t)all[i];
 #endif
     if (n >= 16) memcpy(to, &narrow, 16);
     else memcpy(to, &narrow, n);
@@ -191,12 +197,8 @@ template <typename T> INLINE Scales whole_scales_of(const Layer& layer, int64_t 
 
 // One rounding of sums x both scales + bias: written as one instruction, so that every caller rounds alike.
 INLINE f32x16 scaled(const Scales& columns, i32x16 sums, float row_scale) {
-    const f32x16 wide = __builtin_convertvector(sums, f32x16), factor = columns.scale * row_scale;
-#if defined(__AVX512F__)
-    return (f32x16)_mm512_fmadd_ps((__m512)wide, (__m512)factor, (__m512)columns.bias);
-#else
-    return wide * factor + columns.bias;
-#endif
+    const f32x16 wide = to_floats(sums), factor = columns.scale * row_scale;
+    return fma(wide, factor, columns.bias);
 }
 
 INLINE f32x16 bias_of(const Layer& layer, int64_t column) {
@@ -215,5 +217,16 @@ INLINE void finish_bf16(const Layer& layer, f32x16 sums, int64_t row, int64_t co
 
 // Below this many multiplications one thread does it alone.
 constexpr int64_t SERIAL_PRODUCTS = 1 << 18;
+
+INLINE bool is_small(const Layer& layer) { return layer.rows * layer.in * layer.columns <= SERIAL_PRODUCTS; }
+
+// This thread's share of the column blocks, in pairs.
+INLINE void my_blocks(int64_t columns, int64_t* first, int64_t* last) {
+    const int64_t blocks = (columns + COLUMNS - 1) / COLUMNS, pairs = (blocks + 1) / 2;
+    const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
+    *first = pairs * me / threads * 2;
+    *last = pairs * (me + 1) / threads * 2;
+    if (*last > blocks) *last = blocks;
+}
 
 }  // namespace tf

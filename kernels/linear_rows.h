@@ -164,8 +164,6 @@ INLINE void rows_on_tiles(const Panel& panel, int64_t pairs, Right right, Finish
     _tile_release();
 }
 
-INLINE i32x16 load(const int32_t* p) { i32x16 v; memcpy(&v, p, 64); return v; }
-
 template <typename T> INLINE void store_pair(T* to, f32x16 first, f32x16 second, int64_t n) {
     store_n(to, first, n);
     if (n > LANES) store_n(to + LANES, second, n - LANES);

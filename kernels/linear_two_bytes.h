@@ -38,9 +38,9 @@ template <typename T> void split_row(const T* x, int64_t width, int8_t* high, in
     *scale = highest / (127.0f * 256.0f) + sum(check);
     for (int64_t i = 0; i < stride; i += LANES) {
         const f32x16 v = i < width ? load_n(x + i, width - i) * inverse : f32x16{};
-        const i32x16 whole = round_to_int(v), left = round_to_int((v - __builtin_convertvector(whole, f32x16)) * 256.0f);
+        const i32x16 whole = round_to_int(v), left = round_to_int((v - to_floats(whole)) * 256.0f);
         store_bytes(high + i, whole, LANES);
-        store_bytes(low + i, left > 127 ? i32x16{} + 127 : left, LANES);
+        store_bytes(low + i, select(left > 127, i32x16{} + 127, left), LANES);
     }
 }
 
@@ -55,7 +55,7 @@ template <typename T> INLINE void split_rows(const Layer& layer, const TwoBytes&
 template <typename T>
 INLINE void finish_two_bytes(const Layer& layer, i32x16 high, i32x16 low, float row_scale, int64_t row, int64_t column) {
     const Scales columns = scales_of<T>(layer, column);
-    const f32x16 both = __builtin_convertvector(high, f32x16) * 256.0f + __builtin_convertvector(low, f32x16);
+    const f32x16 both = to_floats(high) * 256.0f + to_floats(low);
     store_n((T*)layer.out + row * layer.columns + column, both * (columns.scale * row_scale) + columns.bias,
             layer.columns - column);
 }

@@ -10,23 +10,15 @@ constexpr int64_t RUN = 64 * LANES;  // values summed in fp32 before they enter 
 float row_logsumexp(const float* row, int64_t width) {
     f32x16 tops = splat(-__builtin_inff());
     for (int64_t i = 0; i < width; i += LANES) {
-        int64_t n = width - i;
-        f32x16 v = load_n(row + i, n);
-        for (int64_t j = n; j < LANES; j++) v[j] = row[i];
-        tops = max(v, tops);
+        tops = max(load_or(row + i, width - i, row[i]), tops);
     }
-    float top = tops[0];
-    for (int i = 1; i < LANES; i++) top = tops[i] > top ? tops[i] : top;
+    const float top = highest(tops);
     if (!__builtin_isfinite(top)) return top;
     double total = 0.0;
     for (int64_t start = 0; start < width; start += RUN) {
         f32x16 part = {};
-        for (int64_t i = start; i < start + RUN && i < width; i += LANES) {
-            int64_t n = width - i;
-            f32x16 v = load_n(row + i, n);
-            for (int64_t j = n; j < LANES; j++) v[j] = -__builtin_inff();
-            part += exp(v - top);
-        }
+        for (int64_t i = start; i < start + RUN && i < width; i += LANES)
+            part += exp(load_or(row + i, width - i, -__builtin_inff()) - top);
         total += sum(part);
     }
     return top + (float)__builtin_log(total);

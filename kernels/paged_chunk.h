@@ -71,7 +71,9 @@ void load_tile(const Problem& p, const Item& item, int64_t tile, int64_t begin, 
             f32x16 key = there ? load(k + i) : f32x16{}, value = there ? load(v + i) : f32x16{};
             if (there && p.kv_dtype == I8) key *= k_scales[j], value *= v_scales[j];
             store(memory.values + j * p.dim + i, value);
-            for (int l = 0; l < LANES; l++) memory.keys[(i + l) * TILE + j] = key[l];
+            float lanes[LANES];
+            store(lanes, key);
+            for (int l = 0; l < LANES; l++) memory.keys[(i + l) * TILE + j] = lanes[l];
         }
     }
 }

@@ -8,9 +8,14 @@
 
 namespace tf {
 
+#if defined(__AVX512F__)
+
+// Vectors of values that HEADS heads add up at once.
+template <int HEADS> constexpr int VALUES_AT_ONCE = 4;
+
 // scores[h][j] = q[h] . k[rows[j]], four tokens at a time.
 template <int HEADS, typename KV>
-INLINE void decode_scores(const KV* k, const int64_t* rows, int64_t count, const float* q, int64_t dim, float* scores) {
+INLINE void decode_scores(const KV* k, const int64_t* rows, int64_t count, const float* q, int64_t dim, float* scores, float*) {
     for (int64_t j = 0; j < count; j += 4) {
         const KV* token[4];
         for (int t = 0; t < 4; t++) token[t] = k + rows[j + t < count ? j + t : count - 1];
@@ -27,16 +32,41 @@ INLINE void decode_scores(const KV* k, const int64_t* rows, int64_t count, const
     }
 }
 
+#else  // with half as many registers, each of half the size
+
+template <int HEADS> constexpr int VALUES_AT_ONCE = HEADS == 1 ? 4 : HEADS < 4 ? 2 : 1;
+
+// The same; keys are widened once for all heads, into `wide` [4][dim].
+template <int HEADS, typename KV>
+INLINE void decode_scores(const KV* k, const int64_t* rows, int64_t count, const float* q, int64_t dim, float* scores, float* wide) {
+    for (int64_t j = 0; j < count; j += 4) {
+        for (int t = 0; t < 4; t++) {
+            const KV* token = k + rows[j + t < count ? j + t : count - 1];
+            for (int64_t i = 0; i < dim; i += LANES) store(wide + t * dim + i, load(token + i));
+        }
+        for (int h = 0; h < HEADS; h++) {
+            f32x16 total[4] = {};
+            for (int64_t i = 0; i < dim; i += LANES) {
+                const f32x16 query = load(q + h * dim + i);
+                for (int t = 0; t < 4; t++) total[t] = fma(load(wide + t * dim + i), query, total[t]);
+            }
+            sum4(total, scores + h * SPLIT + j);
+        }
+    }
+}
+
+#endif
+
 // out[h][0 : VECS * 16] = sum over j of weights[h][j] v[rows[j]].
 template <int HEADS, int VECS, typename KV>
 INLINE void decode_values(const KV* v, const int64_t* rows, int64_t count, const float* weights, float* out,
                           int64_t out_stride) {
     f32x16 total[HEADS][VECS] = {};
     for (int64_t j = 0; j < count; j++) {
-        f32x16 value[VECS];
-        for (int i = 0; i < VECS; i++) value[i] = load(v + rows[j] + i * LANES);
-        for (int h = 0; h < HEADS; h++)
-            for (int i = 0; i < VECS; i++) total[h][i] += value[i] * weights[h * SPLIT + j];
+        for (int i = 0; i < VECS; i++) {
+            const f32x16 value = load(v + rows[j] + i * LANES);
+            for (int h = 0; h < HEADS; h++) total[h][i] += value * weights[h * SPLIT + j];
+        }
     }
     for (int h = 0; h < HEADS; h++)
         for (int i = 0; i < VECS; i++) store(out + h * out_stride + i * LANES, total[h][i]);
@@ -47,10 +77,10 @@ template <int HEADS, typename KV>
 void decode_heads(const Problem& p, const Item& item, int64_t first_head, const int64_t* rows,
                   const RowScales* scales, float* partial) {
     const int64_t count = item.end - item.begin, whole = round_up(count, LANES), stride = partial_size(p);
-    float* q = scratch(HEADS * (p.dim + SPLIT));
-    float* scores = q + HEADS * p.dim;
+    float* q = scratch(HEADS * (p.dim + SPLIT) + 4 * p.dim);
+    float *scores = q + HEADS * p.dim, *wide = scores + HEADS * SPLIT;
     for (int h = 0; h < HEADS; h++) load_query(p, p.query_starts[item.sequence], first_head + h, q + h * p.dim);
-    decode_scores<HEADS>((const KV*)p.k, rows, count, q, p.dim, scores);
+    decode_scores<HEADS>((const KV*)p.k, rows, count, q, p.dim, scores, wide);
     for (int h = 0; h < HEADS; h++) {
         float* row = scores + h * SPLIT;
         if (scales) multiply(row, scales->k, whole);
@@ -63,8 +93,9 @@ void decode_heads(const Problem& p, const Item& item, int64_t first_head, const 
     }
     const KV* v = (const KV*)p.v;
     int64_t i = 0;
-    for (; i + 4 * LANES <= p.dim; i += 4 * LANES)
-        decode_values<HEADS, 4>(v + i, rows, count, scores, partial + LANES + i, stride);
+    constexpr int VECS = VALUES_AT_ONCE<HEADS>;
+    for (; i + VECS * LANES <= p.dim; i += VECS * LANES)
+        decode_values<HEADS, VECS>(v + i, rows, count, scores, partial + LANES + i, stride);
     for (; i < p.dim; i += LANES) decode_values<HEADS, 1>(v + i, rows, count, scores, partial + LANES + i, stride);
 }
 

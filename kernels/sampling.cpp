@@ -32,11 +32,11 @@ INLINE u32x16 mix32(u32x16 x) {
 // Natural logarithm of positive normal numbers (Cephes' logf).
 INLINE f32x16 log(f32x16 v) {
     i32x16 bits = (i32x16)v;
-    f32x16 e = __builtin_convertvector((bits >> 23) - 127, f32x16);
+    f32x16 e = to_floats((bits >> 23) - 127);
     f32x16 m = (f32x16)((bits & 0x7FFFFF) | 0x3F800000);
     f32x16 large = splat(1.41421356237f);
-    e = m > large ? e + 1.0f : e;
-    f32x16 x = (m > large ? m * 0.5f : m) - 1.0f;
+    e = select(m > large, e + 1.0f, e);
+    f32x16 x = select(m > large, m * 0.5f, m) - 1.0f;
     f32x16 z = x * x;
     f32x16 y = x * 7.0376836292e-2f - 1.1514610310e-1f;
     y = y * x + 1.1676998740e-1f;
@@ -52,21 +52,8 @@ INLINE f32x16 log(f32x16 v) {
 
 INLINE f32x16 gumbel(u32x16 tokens, uint32_t k0, uint32_t k1) {
     u32x16 bits = mix32(mix32(tokens ^ k0) ^ k1);
-    f32x16 u = (__builtin_convertvector((i32x16)(bits >> 9), f32x16) + 0.5f) * (1.0f / 8388608.0f);
+    f32x16 u = (to_floats((i32x16)(bits >> 9)) + 0.5f) * (1.0f / 8388608.0f);
     return -log(-log(u));
-}
-
-INLINE bool any(i32x16 mask) {
-    uint64_t parts[8], all = 0;
-    memcpy(parts, &mask, 64);
-    for (uint64_t part : parts) all |= part;
-    return all != 0;
-}
-
-INLINE float highest(f32x16 v) {
-    float top = v[0];
-    for (int i = 1; i < LANES; i++) top = v[i] > top ? v[i] : top;
-    return top;
 }
 
 // Largest first, of equal ones the lowest id first.
@@ -82,8 +69,8 @@ struct Best {
     i32x16 at = {};
     INLINE void see(f32x16 values, i32x16 ids, uint32_t k0, uint32_t k1) {
         f32x16 noisy = values + gumbel((u32x16)ids, k0, k1);
-        at = noisy > top ? ids : at;
-        top = noisy > top ? noisy : top;
+        at = select(noisy > top, ids, at);
+        top = select(noisy > top, noisy, top);
     }
     int64_t winner() const {
         int best = 0;
@@ -105,7 +92,7 @@ struct Row {
     INLINE i32x16 buckets(f32x16 values) const {
         f32x16 place = (top - values) * (BUCKETS / REACH);
         const f32x16 end = splat((float)BUCKETS);
-        return __builtin_convertvector(place < end ? place : end, i32x16);
+        return to_ints(select(place < end, place, end));
     }
 
     void fill() {
@@ -199,10 +186,14 @@ struct Scratch {
 int64_t draw_of(const std::vector<Item>& items, size_t count, uint32_t k0, uint32_t k1) {
     Best best;
     for (size_t i = 0; i < count; i += LANES) {
-        f32x16 values = splat(NEVER);
-        i32x16 ids = i32x16{} + items[i].second;
-        for (size_t j = 0; j < LANES && i + j < count; j++) values[j] = items[i + j].first, ids[j] = items[i + j].second;
-        best.see(values, ids, k0, k1);
+        float values[LANES];
+        int32_t ids[LANES];
+        for (size_t j = 0; j < LANES; j++) {
+            const bool there = i + j < count;
+            values[j] = there ? items[i + j].first : NEVER;
+            ids[j] = items[there ? i + j : i].second;
+        }
+        best.see(load(values), load(ids), k0, k1);
     }
     return best.winner();
 }
@@ -241,9 +232,7 @@ int64_t draw_row(const SampleArguments& a, int64_t row, Scratch& s) {
     float* scaled = s.scaled.data();
     f32x16 tops = splat(NEVER);
     for (int64_t i = 0; i < a.vocab; i += LANES) {
-        int64_t n = std::min(LANES, a.vocab - i);
-        f32x16 v = load_n(logits + i, n) / temperature;
-        for (int64_t j = n; j < LANES; j++) v[j] = NEVER;
+        const f32x16 v = load_or(logits + i, a.vocab - i, NEVER) / temperature;
         store(scaled + i, v);
         tops = max(v, tops);
     }
@@ -274,9 +263,7 @@ int64_t draw_row(const SampleArguments& a, int64_t row, Scratch& s) {
     int held = 0;
     auto flush = [&] {
         for (int i = held; i < LANES; i++) values[i] = NEVER, ids[i] = ids[held - 1];
-        i32x16 which;
-        memcpy(&which, ids, 64);
-        best.see(load(values), which, k0, k1);
+        best.see(load(values), load(ids), k0, k1);
         held = 0;
     };
     const f32x16 floor = splat(std::min(top, std::max(lowest, last.first)));
