@@ -11,6 +11,12 @@ EXPORT void tf_linear_bf16(const LinearArguments* arguments);
 EXPORT void tf_gated_int8(const GatedArguments* arguments);
 EXPORT void tf_gated_bf16(const GatedArguments* arguments);
 
+// Each field is 8 bytes wide, in the order in which gated_mlp.py packs them.
+struct GatedMlpArguments {
+    LinearArguments gate_up, down;  // without an `out` and an `x`: what lies between them is ours
+    int64_t gate;
+};
+
 namespace {
 
 void one_after_the_other(const GatedMlpArguments& a, void (*gated)(const GatedArguments*), void (*linear)(const LinearArguments*)) {

@@ -8,6 +8,12 @@
 
 namespace tf {
 
+// Each field is 8 bytes wide, in the order in which gated.py packs them.
+struct GatedArguments {
+    LinearArguments linear;  // `out` [rows, columns / 2]
+    int64_t gate;
+};
+
 #if defined(TF_AMX)
 
 INLINE bool fits_tiles(const Layer& layer) { return on_tiles(layer) && layer.columns % (2 * COLUMNS) == 0; }

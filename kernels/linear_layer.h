@@ -1,13 +1,25 @@
-// One packed linear layer as its C++ forms share it: activations rounded to int8, one row's
+// One packed linear layer as its C++ forms share it: arguments, activations rounded to int8, one row's
 // results; see linear.py.
 #pragma once
 
-#include "row_wise.h"
 #include "tiles.h"
 
 #include <vector>
 
 namespace tf {
+
+// Each field is 8 bytes wide, in the order in which linear.py packs them.
+struct LinearArguments {
+    const uint8_t* weight;
+    const float* scale;
+    const int32_t* offset;
+    const void* bias;
+    int64_t in, columns;
+    const void* x;
+    void* out;
+    int64_t x_stride, rows, dtype, path;
+    const float* x_scales;  // of int8 x, zero from `in` to a multiple of 64; null where x is of dtype
+};
 
 struct Layer {
     const void* x;

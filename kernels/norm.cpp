@@ -41,6 +41,30 @@ void add_norm_row(const T* x, const T* residual, const T* weight, T* out, T* tot
 
 }  // namespace
 
+// Each field is 8 bytes wide, in the order in which norm.py packs them.
+struct NormArguments {
+    const void *x, *weight;
+    void* out;
+    int64_t outer, inner, width, outer_stride, inner_stride, dtype;  // x is [outer, inner, width]
+    double eps, offset;
+};
+
+struct AddNormArguments {  // all contiguous [rows, width]
+    const void *x, *residual, *weight;
+    void *out, *total;
+    int64_t rows, width, dtype;
+    double eps, offset;
+};
+
+struct AddNormInt8Arguments {  // x, residual and total contiguous [rows, width]
+    const void *x, *residual, *weight;
+    int8_t* values;  // [rows, stride], zero beyond the width
+    float* scales;   // [rows]
+    void* total;
+    int64_t rows, width, stride, dtype;
+    double eps, offset;
+};
+
 EXPORT void tf_rms_norm(const NormArguments* arguments) {
     const NormArguments a = *arguments;
     with_dtype(a.dtype, [&]<typename T>(T*) {

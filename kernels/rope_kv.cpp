@@ -1,5 +1,6 @@
 // Rotary embedding and the write into the paged cache; see rope_kv.py for the contract.
 #include "linear_layer.h"
+#include "paged.h"
 
 using namespace tf;
 
@@ -111,6 +112,17 @@ template <typename KV> INLINE void ask_for(const Pool& pool, int64_t slot) {
 }
 
 }  // namespace
+
+// Each field is 8 bytes wide, in the order in which rope_kv.py packs them.
+struct RopeArguments {
+    Pool pool;
+    Batch batch;
+    const void *q, *k, *v;  // [tokens, heads, dim], a token's heads contiguous
+    int64_t q_stride, k_stride, v_stride;
+    const float* cos_sin;  // [positions, rot_dim]
+    void* q_out;           // [tokens, q_heads, dim], contiguous
+    int64_t rot_dim, tokens, q_heads, interleaved, dtype;
+};
 
 EXPORT void tf_rope_kv(const RopeArguments* arguments) {
     const RopeArguments a = *arguments;
