@@ -224,9 +224,7 @@ void wide_bf16(const Layer& layer) {
 #pragma omp parallel if (!is_small(layer))
     {
         widen_rows((const bf16*)layer.x, layer.x_stride, layer.in, layer.rows, x);
-        int64_t first, last;
-        my_blocks(layer.columns, &first, &last);
-        wide_columns<Bf16Weights>(layer, x, first, last, [&](f32x16 sums, int64_t row, int64_t column) INLINE_LAMBDA {
+        wide_columns<Bf16Weights>(layer, x, [&](f32x16 sums, int64_t row, int64_t column) INLINE_LAMBDA {
             finish_bf16(layer, sums, row, column);
         });
     }
@@ -238,9 +236,7 @@ template <typename T> void wide_int8(const Layer& layer, const Quantized& quanti
     {
         quantize_rows<T>(layer, quantized);
         widen_rows(quantized.values, quantized.stride, layer.depth_blocks * DEPTH_BYTES, layer.rows, x);
-        int64_t first, last;
-        my_blocks(layer.columns, &first, &last);
-        wide_columns<Int8Both>(layer, x, first, last, [&](i32x16 sums, int64_t row, int64_t column) INLINE_LAMBDA {
+        wide_columns<Int8Both>(layer, x, [&](i32x16 sums, int64_t row, int64_t column) INLINE_LAMBDA {
             finish_int8<T>(layer, sums, quantized.scales[row], row, column);
         });
     }
@@ -252,9 +248,7 @@ template <typename T> void wide_int8_weights(const Layer& layer) {
 #pragma omp parallel if (!is_small(layer))
     {
         widen_rows((const T*)layer.x, layer.x_stride, layer.in, layer.rows, x);
-        int64_t first, last;
-        my_blocks(layer.columns, &first, &last);
-        wide_columns<Int8Weights>(layer, x, first, last, [&](f32x16 sums, int64_t row, int64_t column) INLINE_LAMBDA {
+        wide_columns<Int8Weights>(layer, x, [&](f32x16 sums, int64_t row, int64_t column) INLINE_LAMBDA {
             const Scales columns = scales_of<T>(layer, column);
             store_n((T*)layer.out + row * layer.columns + column, fma(sums, columns.scale, columns.bias), layer.columns - column);
         });

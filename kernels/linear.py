@@ -5,10 +5,10 @@ copy is kept. What is computed depends on weight, bias and quantization alone, n
 
     plain    [out, in] as given; torch's own product
     onednn   reordered by oneDNN for its product
-    blocks   bf16 in the blocks of tiles.h; the C++ product, on AMX or AVX-512 BF16
+    blocks   bf16 in the blocks of tiles.h; the C++ product, on AMX, AVX-512 BF16 or AVX2
     int8     [out, in] int8 and a scale per output; torch's int8 product
-    int8 blocks  the same values in the blocks of tiles.h; the C++ product, on AMX or AVX-512 VNNI
-    two bytes  int8 blocks, whose inputs are held in two bytes each; the C++ product
+    int8 blocks  the same values in the blocks of tiles.h; the C++ product, on AMX, VNNI or AVX2
+    two bytes  int8 blocks, whose inputs are held in two bytes each, or in fp32; the C++ product
     fp8      [out, in] e4m3 codes and their scales (fp8.py)
 """
 

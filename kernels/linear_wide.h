@@ -141,25 +141,40 @@ INLINE void wide_rows(const Layer& layer, const Widened<typename Op::Input>& x, 
     else wide_product<Op, 1, 1>(layer, x, row, block, ahead, finish);
 }
 
-// Columns [first, last) blocks for all rows.
+// A column block for `rows` rows from `top` on; asks for the block at `ahead` in its last product.
 template <typename Op, typename Finish>
-void wide_columns(const Layer& layer, const Widened<typename Op::Input>& x, int64_t first, int64_t last, Finish finish) {
-    int64_t begin_block = first;
+INLINE void wide_block(const Layer& layer, const Widened<typename Op::Input>& x, int64_t top, int64_t rows, int64_t block,
+                       int64_t ahead, Finish finish) {
+    const int64_t groups = (rows + WIDE_ROWS - 1) / WIDE_ROWS, block_bytes = layer.depth_blocks * BLOCK_BYTES;
+    for (int64_t i = 0; i < groups; i++) {
+        const int64_t begin = rows * i / groups, end = rows * (i + 1) / groups, asked = i == groups - 1 ? ahead : block;
+        wide_rows<Op>(layer, x, top + begin, end - begin, block, layer.weight + asked * block_bytes, finish);
+    }
+}
+
+// Few rows: this thread's share of the column blocks.
+template <typename Op, typename Finish>
+INLINE void my_wide_columns(const Layer& layer, const Widened<typename Op::Input>& x, Finish finish) {
+    int64_t block, last;
+    my_blocks(layer.columns, &block, &last);
     if (layer.rows == 1)  // which leaves registers for more columns
-        for (; begin_block + 4 <= last; begin_block += 4) wide_product<Op, 1, 4>(layer, x, 0, begin_block, nullptr, finish);
+        for (; block + 4 <= last; block += 4) wide_product<Op, 1, 4>(layer, x, 0, block, nullptr, finish);
     if (layer.rows == 2)
-        for (; begin_block + 2 <= last; begin_block += 2) wide_product<Op, 2, 2>(layer, x, 0, begin_block, nullptr, finish);
+        for (; block + 2 <= last; block += 2) wide_product<Op, 2, 2>(layer, x, 0, block, nullptr, finish);
+    for (; block < last; block++) wide_block<Op>(layer, x, 0, layer.rows, block, block + 1 < last ? block + 1 : block, finish);
+}
+
+// All columns for all rows; the threads of a team take the blocks of many rows as they come.
+template <typename Op, typename Finish> void wide_columns(const Layer& layer, const Widened<typename Op::Input>& x, Finish finish) {
+    if (layer.rows <= TILE_ROWS) return my_wide_columns<Op>(layer, x, finish);
+    const int64_t blocks = (layer.columns + COLUMNS - 1) / COLUMNS;
     const int64_t fitting = WIDE_PANEL_BYTES / (x.stride * (int64_t)sizeof(typename Op::Input)) / WIDE_ROWS * WIDE_ROWS;
     const int64_t height = fitting > WIDE_ROWS ? fitting : WIDE_ROWS;
     for (int64_t top = 0; top < layer.rows; top += height) {
-        const int64_t rows = layer.rows - top < height ? layer.rows - top : height, groups = (rows + WIDE_ROWS - 1) / WIDE_ROWS;
-        for (int64_t block = begin_block; block < last; block++)
-            for (int64_t i = 0; i < groups; i++) {
-                const int64_t begin = rows * i / groups, end = rows * (i + 1) / groups;
-                const uint8_t* weights = layer.weight + block * layer.depth_blocks * BLOCK_BYTES;
-                const bool is_last = i == groups - 1 && block + 1 < last;
-                wide_rows<Op>(layer, x, top + begin, end - begin, block, weights + is_last * layer.depth_blocks * BLOCK_BYTES, finish);
-            }
+        const int64_t rows = layer.rows - top < height ? layer.rows - top : height;
+#pragma omp for schedule(dynamic, 2) nowait
+        for (int64_t block = 0; block < blocks; block++)
+            wide_block<Op>(layer, x, top, rows, block, block + 1 < blocks ? block + 1 : block, finish);
     }
 }
 

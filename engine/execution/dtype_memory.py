@@ -18,6 +18,9 @@ from tokenfleet.kernels.backend import backend
 from tokenfleet.kernels.build import cache_folder
 from tokenfleet.kernels.dtype_choice import choose_dtype
 
+# part of what is remembered: raised where kernels or the rule have changed enough to ask again
+_MEASUREMENT = 2
+
 _NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -37,7 +40,7 @@ def _key(candidates: Sequence[torch.dtype]) -> str:
     names = "/".join(str(dtype) for dtype in candidates)
     kernels = backend.name or backend.select()
     threads = torch.get_num_threads()
-    return f"{_cpu_name()}, {threads} threads, torch {torch.__version__}, {kernels}, {names}"
+    return f"{_cpu_name()}, {threads} threads, torch {torch.__version__}, {kernels} {_MEASUREMENT}, {names}"
 
 
 def _cpu_name() -> str:
