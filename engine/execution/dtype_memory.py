@@ -38,9 +38,9 @@ def fastest_dtype(candidates: Sequence[torch.dtype]) -> torch.dtype:
 
 def _key(candidates: Sequence[torch.dtype]) -> str:
     names = "/".join(str(dtype) for dtype in candidates)
-    kernels = backend.name or backend.select()
+    kernels = f"{backend.name or backend.select()} {_MEASUREMENT}"
     threads = torch.get_num_threads()
-    return f"{_cpu_name()}, {threads} threads, torch {torch.__version__}, {kernels} {_MEASUREMENT}, {names}"
+    return f"{_cpu_name()}, {threads} threads, torch {torch.__version__}, {kernels}, {names}"
 
 
 def _cpu_name() -> str:
